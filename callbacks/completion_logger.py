@@ -1,0 +1,52 @@
+"""CompletionLogger: a few prompts with completions and rewards as text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.loggers import TensorBoardLogger
+
+
+class CompletionLogger(L.Callback):
+    """Writes prompts with their completions, rewards and advantages to TensorBoard's Text tab.
+
+    Args:
+        every_n_rollouts: Rollouts between two entries.
+        prompts: Prompts an entry.
+        completions: Completions of each prompt.
+        max_chars: Longest prompt or completion shown.
+    """
+
+    def __init__(
+        self, every_n_rollouts: int = 50, prompts: int = 2, completions: int = 4, max_chars: int = 2000
+    ) -> None:
+        self.every_n_rollouts = every_n_rollouts
+        self.prompts = prompts
+        self.completions = completions
+        self.max_chars = max_chars
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.fit_loop.total_batch_idx % self.every_n_rollouts or not isinstance(trainer.logger, TensorBoardLogger):
+            return
+        lines = []
+        for first in range(0, min(self.prompts * batch.group_size, len(batch)), batch.group_size):
+            prompt = batch.prompts[first]
+            lines += [f"**prompt** {self._code(prompt.text)} **answer** {self._code(prompt.answer)}", ""]
+            lines += ["| reward | advantage | tokens | completion |", "|--:|--:|--:|:--|"]
+            for row in range(first, first + min(self.completions, batch.group_size)):
+                lines.append(
+                    f"| {batch.rewards[row]:.2f} | {batch.advantages[row]:+.2f} | {batch.completion_lengths[row]}"
+                    f" | {self._code(batch.texts[row])} |"
+                )
+            lines.append("")
+        trainer.logger.experiment.add_text("completions", "\n".join(lines), trainer.global_step)
+
+    def _code(self, text: str) -> str:
+        # TensorBoard renders Markdown: whatever the policy wrote is shown as code on one line of the table.
+        shown = text if len(text) <= self.max_chars else text[: self.max_chars] + " ..."
+        for character, safe in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "&#124;"), ("`", "&#96;"), ("\n", " ↵ ")):
+            shown = shown.replace(character, safe)
+        return f"<code>{shown}</code>"

@@ -1,0 +1,277 @@
+"""What flows between the rooms: prompts, rollouts, token scores, selections. Every field states its shape.
+
+N = completions on this rank, T = longest completion, P = longest prompt. Rows of one group (the completions of one
+prompt) stand together, and groups stand in the order of their prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+_Rows = TypeVar("_Rows", "RolloutBatch", "TokenScores")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One problem.
+
+    Attributes:
+        text: What the policy reads.
+        answer: The gold answer that the reward compares with.
+        source: Name of the benchmark or data set; evaluation reports one line a source.
+        solution: A worked solution, used by the supervised warm start alone; "" where there is none.
+    """
+
+    text: str
+    answer: str
+    source: str = ""
+    solution: str = ""
+
+
+@dataclass
+class PromptBatch:
+    """Tokenised prompts on their way to the rollout engine.
+
+    Attributes:
+        prompts: The problems, B of them.
+        ids: [B, P] token ids, padded on the right.
+        lengths: [B] number of tokens of each prompt.
+        uids: [B] number of each prompt in the whole run's stream (training) or in its source (evaluation): the same
+            for every number of ranks, and what seeds its sampling.
+    """
+
+    prompts: list[Prompt]
+    ids: Tensor
+    lengths: Tensor
+    uids: Tensor
+
+    def __len__(self) -> int:
+        """Number of prompts."""
+        return len(self.prompts)
+
+    def to(self, device: torch.device | str, **_: Any) -> PromptBatch:
+        """The same batch with its tensors on `device`."""
+        return replace(self, ids=self.ids.to(device), lengths=self.lengths.to(device), uids=self.uids.to(device))
+
+
+@dataclass
+class Completions:
+    """What a rollout engine returns.
+
+    Attributes:
+        ids: [N, T] emitted tokens, end token included, padded on the right.
+        lengths: [N] number of emitted tokens, at least 1.
+        truncated: [N] bool, True where the length limit and not an end token ended the completion.
+        log_probs: [N, T] log pi_old of each emitted token at the sampling temperature, before top-p and top-k; 0 at padding.
+    """
+
+    ids: Tensor
+    lengths: Tensor
+    truncated: Tensor
+    log_probs: Tensor
+
+
+@dataclass
+class RolloutBatch:
+    """Groups of completions with rewards and advantages: all that an update needs.
+
+    Attributes:
+        prompt_ids: [N, P] prompt tokens, padded on the right.
+        prompt_lengths: [N].
+        completion_ids: [N, T] emitted tokens, padded on the right.
+        completion_lengths: [N].
+        truncated: [N] bool, ended by the length limit.
+        old_log_probs: [N, T] log pi_old(y_t) of the behaviour policy at `temperature`; 0 at padding.
+        rewards: [N] float32; nan where the reward failed for this row.
+        advantages: [N] float32.
+        group_ids: [N] int64, equal for the completions of one prompt.
+        uids: [N] int64, a number of each completion that is unique in its rollout and the same for every number of ranks.
+        temperature: Sampling temperature, > 0: scoring divides the logits by it.
+        group_size: G.
+        prompts: N prompts (repeated within the group); empty in synthetic batches.
+        texts: N decoded completions; empty in synthetic batches.
+        reward_errors: Rows whose reward raised or was not a number.
+        reward_timeouts: Rows whose reward did not return in time.
+        rollout_seconds: Wall time of sampling.
+        reward_seconds: Wall time of the reward.
+    """
+
+    prompt_ids: Tensor
+    prompt_lengths: Tensor
+    completion_ids: Tensor
+    completion_lengths: Tensor
+    truncated: Tensor
+    old_log_probs: Tensor
+    rewards: Tensor
+    advantages: Tensor
+    group_ids: Tensor
+    uids: Tensor
+    temperature: float
+    group_size: int
+    prompts: list[Prompt] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    reward_errors: int = 0
+    reward_timeouts: int = 0
+    rollout_seconds: float = 0.0
+    reward_seconds: float = 0.0
+
+    def __len__(self) -> int:
+        """Number of completions N."""
+        return len(self.completion_ids)
+
+    @property
+    def completion_mask(self) -> Tensor:
+        """[N, T] bool, True = emitted by the policy, end token included. From lengths, never from token values."""
+        positions = torch.arange(self.completion_ids.shape[1], device=self.completion_ids.device)
+        return positions < self.completion_lengths[:, None]
+
+    @property
+    def sequence_lengths(self) -> Tensor:
+        """[N] prompt plus completion tokens."""
+        return self.prompt_lengths + self.completion_lengths
+
+    def rows(self, index: Tensor) -> RolloutBatch:
+        """The completions at `index` ([n] int64), in that order."""
+        return _rows(self, index)
+
+    def mini_batches(self, completions: int) -> Iterator[RolloutBatch]:
+        """Consecutive mini-batches of `completions` rows each."""
+        for chunk in torch.arange(len(self), device=self.completion_ids.device).split(completions):
+            yield self.rows(chunk)
+
+
+@dataclass
+class TokenScores:
+    """What the current policy says of each emitted token, at the sampling temperature. All [N, T], 0 at padding.
+
+    Attributes:
+        log_probs: log pi_theta(y_t).
+        entropy: H_t, nats, over the whole vocabulary.
+        collision: sum_v pi_theta(v)^2, the probability that two draws collide; gives the exact logit-gradient norm.
+    """
+
+    log_probs: Tensor
+    entropy: Tensor
+    collision: Tensor
+
+    @property
+    def probs(self) -> Tensor:
+        """[N, T] pi_theta(y_t); 1 at padding."""
+        return self.log_probs.exp()
+
+    def detach(self) -> TokenScores:
+        """The same values without a graph."""
+        return TokenScores(self.log_probs.detach(), self.entropy.detach(), self.collision.detach())
+
+    def rows(self, index: Tensor) -> TokenScores:
+        """The scores of the completions at `index`."""
+        return _rows(self, index)
+
+
+@dataclass
+class Selection:
+    """What a token selector decided for a mini-batch.
+
+    Attributes:
+        silenced: [N, T] bool, True = this token is left out of numerator and denominator.
+        candidates: [N, T] bool, the tokens among which the selector chose.
+        tau_h: [] threshold on the selector's statistic (entropy for S2T); nan where there was none.
+    """
+
+    silenced: Tensor
+    candidates: Tensor
+    tau_h: Tensor
+
+
+@dataclass
+class LossOutput:
+    """The loss of one micro-batch and what was measured beside it.
+
+    Attributes:
+        loss: [] sum over this micro-batch's tokens of weight * (surrogate + kl_coef * KL).
+        ratio: [n, T] rho, detached; 1 at padding.
+        clipped_low: [n, T] bool, A < 0 and rho below the clip range: no gradient.
+        clipped_high: [n, T] bool, A > 0 and rho above it, or A < 0 and above the dual clip: no gradient.
+        kl: [n, T] KL estimate to the reference, detached; None where there is no reference.
+    """
+
+    loss: Tensor
+    ratio: Tensor
+    clipped_low: Tensor
+    clipped_high: Tensor
+    kl: Tensor | None
+
+
+@dataclass
+class UpdateRecord:
+    """What happened to every token of one rollout batch, for callbacks: `outputs["record"]` in `on_train_batch_end`.
+
+    Rows are those of the RolloutBatch. Each value was taken at the update that the row took part in.
+
+    Attributes:
+        scores: Log-probs, entropy and collision of the policy just before the update.
+        silenced: [N, T] bool.
+        candidates: [N, T] bool.
+        ratio: [N, T].
+        clipped: [N, T] bool, low or high.
+        updates: The numbers of the first and of the last update, counted from 1.
+    """
+
+    scores: TokenScores
+    silenced: Tensor
+    candidates: Tensor
+    ratio: Tensor
+    clipped: Tensor
+    updates: tuple[int, int]
+
+
+@dataclass
+class EvalSamples:
+    """Completions of one decoding for a batch of B held-out prompts.
+
+    Attributes:
+        decoding: Name of the decoding, the middle of its tags.
+        correct: [B, k] bool verdicts.
+        texts: B lists of k completions.
+        truncated: [B, k] bool.
+        lengths: [B, k] tokens.
+    """
+
+    decoding: str
+    correct: Tensor
+    texts: list[list[str]]
+    truncated: Tensor
+    lengths: Tensor
+
+
+@dataclass
+class EvalBatch:
+    """Held-out prompts with the completions of each decoding."""
+
+    prompts: list[Prompt]
+    uids: list[int]
+    samples: Sequence[EvalSamples]
+
+
+def pad_rows(tensors: Sequence[Tensor], width: int | None = None) -> Tensor:
+    """Stacks [*, T_i] tensors of different T_i along rows, padded with 0 on the right to `width` or the longest."""
+    width = max(t.shape[1] for t in tensors) if width is None else width
+    return torch.cat([torch.nn.functional.pad(t, (0, width - t.shape[1])) for t in tensors])
+
+
+def _rows(batch: _Rows, index: Tensor) -> _Rows:
+    numbers = index.tolist()
+    size = len(batch) if isinstance(batch, RolloutBatch) else len(batch.log_probs)
+    changes: dict[str, Any] = {}
+    for entry in fields(batch):
+        value = getattr(batch, entry.name)
+        if isinstance(value, Tensor):
+            changes[entry.name] = value[index]
+        elif isinstance(value, list) and len(value) == size:
+            changes[entry.name] = [value[i] for i in numbers]
+    return replace(batch, **changes)

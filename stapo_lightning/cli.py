@@ -1,0 +1,135 @@
+"""The command line: `stapo fit|validate|test|predict --config ...`. Only links and wires."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from jsonargparse import set_parsing_settings
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import TensorBoardLogger
+
+import callbacks  # noqa: F401  (its classes can be named in a config without a path)
+from stapo_lightning.data import RolloutDataModule
+from stapo_lightning.errors import StapoError
+from stapo_lightning.module import StapoModule
+
+
+class SaveRunConfig(SaveConfigCallback):
+    """Writes the full configuration into the run's folder and, as text, into TensorBoard.
+
+    A run that is resumed keeps its first config.yaml; each later one stands beside it as config-<number>.yaml.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **(kwargs | {"save_to_log_dir": False}))
+
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Called on rank zero before anything runs."""
+        text = self.parser.dump(self.config, skip_none=False)
+        # Not trainer.log_dir: that is a broadcast, and only rank zero comes here.
+        logger = trainer.logger
+        folder = Path(getattr(logger, "log_dir", None) or trainer.default_root_dir)
+        name = "config" if stage == "fit" else f"config-{stage}"
+        path, number = folder / f"{name}.yaml", 1
+        while path.exists():
+            number += 1
+            path = folder / f"{name}-{number}.yaml"
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        if isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_text("config", f"```yaml\n{text}\n```", trainer.global_step)
+
+
+class StapoCLI(LightningCLI):
+    """LightningCLI over StapoModule and RolloutDataModule."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Nothing is linked: module and datamodule meet at the trainer."""
+
+    def before_instantiate_classes(self) -> None:
+        """Finds the run that `--ckpt_path last` means, and picks bf16 where there is a GPU."""
+        config = self.config[self.subcommand]
+        if config.get("ckpt_path") == "last":
+            resume_last(config, self.subcommand)
+        if config.trainer.precision is None and torch.cuda.is_available() and torch.cuda.is_bf16_supported():
+            config.trainer.precision = "bf16-mixed"
+
+
+def resume_last(config: Any, subcommand: str) -> None:
+    """Points `ckpt_path` at the newest run's last checkpoint, and the logger at that run's folder.
+
+    The newest run is the highest version_N of the logger that was ever fitted. Where `fit` was stopped before its
+    first checkpoint it starts again from the beginning, never from an older run.
+
+    Raises:
+        StapoError: There is no run to resume.
+    """
+    logger = config.trainer.logger
+    settings = logger.get("init_args", {}) if hasattr(logger, "get") else {}
+    if "save_dir" not in settings:
+        return  # another kind of logger: Lightning looks for the checkpoint itself
+    root = Path(settings.save_dir) / (settings.get("name") or "")
+    wanted = settings.get("version")
+    runs = [root / (wanted if isinstance(wanted, str) else f"version_{wanted}")] if wanted is not None else _runs(root)
+    runs = [run for run in runs if (run / "config.yaml").exists()]
+    if not runs:
+        raise StapoError(f"--ckpt_path last: no run under {root}; leave --ckpt_path out to start one")
+    run = runs[-1]
+    settings.version = run.name
+    last = run / "checkpoints" / "last.ckpt"
+    if last.exists():
+        config.ckpt_path = str(last)
+        print(f"resuming {run}")
+    elif subcommand == "fit":
+        config.ckpt_path = None
+        print(f"{run} was stopped before its first checkpoint: starting it from the beginning")
+    else:
+        raise StapoError(f"--ckpt_path last: {last} does not exist")
+
+
+def _runs(root: Path) -> list[Path]:
+    found = [run for run in root.glob("version_*") if run.name.removeprefix("version_").isdigit()]
+    return sorted(found, key=lambda run: int(run.name.removeprefix("version_")))
+
+
+def _quieten() -> None:
+    """Leaves out the messages of a normal run that no user can act on."""
+    # One process feeds a handful of token ids to each rollout: more loader workers would not help.
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    # Ours are the same on every rank before they are logged.
+    warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
+    # Checkpoints of a resumed run belong where the first part put them.
+    warnings.filterwarnings("ignore", message=".*Checkpoint directory .* exists and is not empty.*")
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed"):
+        logging.getLogger(name).addFilter(lambda record: "litlogger" not in record.getMessage())
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Console script `stapo`; also `python -m stapo_lightning`.
+
+    Args:
+        args: Command-line arguments; default sys.argv.
+    """
+    set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
+    _quieten()
+    try:
+        StapoCLI(
+            StapoModule,
+            RolloutDataModule,
+            save_config_callback=SaveRunConfig,
+            seed_everything_default=1,
+            trainer_defaults={"use_distributed_sampler": False},
+            parser_kwargs={"parser_mode": "omegaconf+", "prog": "stapo"},
+            auto_configure_optimizers=False,
+            args=list(args) if args is not None else None,
+        )
+    except StapoError as error:
+        print(f"stapo: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,301 @@
+"""RolloutDataModule: prompts in, groups of scored completions out, sampled from the policy as it is at that moment."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from stapo_lightning.batch import Completions, EvalBatch, EvalSamples, Prompt, PromptBatch, RolloutBatch
+from stapo_lightning.data.prompts import PromptLoader, PromptSource, PromptStream, TokenizedPrompts, collate
+from stapo_lightning.errors import ConfigError
+from stapo_lightning.objective.advantages import AdvantageEstimator, GroupNormalized
+from stapo_lightning.randomness import hash_keys
+from stapo_lightning.rewards import Completion, Reward, ScoredRows, score_completions
+from stapo_lightning.rollout import HFEngine, RolloutEngine, Sampling, Vocabulary
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """One way of sampling held-out prompts.
+
+    Attributes:
+        name: The middle of its tags, such as val/<name>/avg@8.
+        samples: Completions of each prompt (k of avg@k).
+        sampling: Temperature, top-p, top-k, length limit.
+    """
+
+    name: str
+    samples: int = 1
+    sampling: Sampling = field(default_factory=Sampling)
+
+
+class RolloutDataModule(L.LightningDataModule):
+    """Loads prompts and turns each batch into completions, rewards and advantages on its way to the module.
+
+    The completions are sampled in `on_after_batch_transfer`, which runs just before `training_step`: rollouts are
+    strictly on-policy, and a batch boundary is always a rollout boundary.
+
+    Args:
+        reward: Scores completions.
+        train_prompts: Problems to train on.
+        val_prompts: Held-out problems, disjoint from those trained on; None for no validation.
+        test_prompts: Problems of `stapo test`.
+        predict_prompts: Problems of `stapo predict`.
+        sampling: How training completions are drawn. top_p must be 1 and top_k 0: otherwise the tokens come from
+            another distribution than the one whose ratio the loss takes.
+        engine: Samples the completions.
+        advantage: Rewards of a group -> advantages.
+        prompts_per_batch: Prompts of one rollout, over all ranks (paper: 256).
+        group_size: G, completions of each prompt, at least 2 (paper: 8).
+        max_prompt_tokens: Longest prompt allowed (paper: 1024).
+        decodings: How held-out prompts are sampled in validate and test; default: greedy, and 4 samples at temperature 1.
+        predict_decoding: How `stapo predict` samples.
+        eval_prompts_per_batch: Held-out prompts sampled at a time on each rank.
+    """
+
+    def __init__(
+        self,
+        reward: Reward,
+        train_prompts: PromptSource | None = None,
+        val_prompts: PromptSource | None = None,
+        test_prompts: PromptSource | None = None,
+        predict_prompts: PromptSource | None = None,
+        sampling: Sampling = Sampling(max_new_tokens=15360),
+        engine: RolloutEngine | None = None,
+        advantage: AdvantageEstimator | None = None,
+        prompts_per_batch: int = 256,
+        group_size: int = 8,
+        max_prompt_tokens: int = 1024,
+        decodings: list[Decoding] | None = None,
+        predict_decoding: Decoding | None = None,
+        eval_prompts_per_batch: int = 64,
+    ) -> None:
+        super().__init__()
+        self.reward = reward
+        self.sources = {"fit": train_prompts, "validate": val_prompts, "test": test_prompts, "predict": predict_prompts}
+        self.sampling = sampling
+        self.engine = engine or HFEngine()
+        self.advantage = advantage or GroupNormalized()
+        self.prompts_per_batch = prompts_per_batch
+        self.group_size = group_size
+        self.max_prompt_tokens = max_prompt_tokens
+        limit = sampling.max_new_tokens
+        self.decodings = decodings or [
+            Decoding("greedy", 1, Sampling(temperature=0.0, max_new_tokens=limit)),
+            Decoding("sampled", 4, Sampling(temperature=1.0, max_new_tokens=limit)),
+        ]
+        self.predict_decoding = predict_decoding or Decoding("predict", 1, Sampling(max_new_tokens=limit))
+        self.eval_prompts_per_batch = eval_prompts_per_batch
+        self.prompts_seen = 0
+        self.loaded: dict[str, TokenizedPrompts] = {}
+        self._setup_problems: list[str] = []
+
+    # ---- setup and checks -------------------------------------------------------------------------------------------
+
+    def setup(self, stage: str) -> None:
+        """Loads and tokenises the prompts that `stage` ("fit", "validate", "test", "predict") needs.
+
+        Nothing is raised here: `problems` reports what went wrong together with everything else.
+        """
+        self._setup_problems = []
+        for name in ("fit", "validate") if stage == "fit" else (stage,):
+            source = self.sources[name]
+            if source is None:
+                if name == stage:
+                    self._setup_problems.append(f"data.{_option(name)} is not set: `stapo {stage}` has no prompts")
+                continue
+            try:
+                self.loaded[name] = self._tokenize(name, source.load())
+            except ConfigError as error:
+                self._setup_problems += error.problems
+
+    def _tokenize(self, name: str, prompts: Sequence[Prompt]) -> TokenizedPrompts:
+        if not prompts:
+            raise ConfigError([f"data.{_option(name)}: the source holds no prompt"])
+        ids = self._tokenizer([p.text for p in prompts], return_attention_mask=False)["input_ids"]
+        too_long = [i for i, row in enumerate(ids) if len(row) > self.max_prompt_tokens]
+        if too_long:
+            raise ConfigError(
+                [
+                    f"data.{_option(name)}: {len(too_long)} of {len(prompts)} prompts are longer than"
+                    f" data.max_prompt_tokens={self.max_prompt_tokens}, the longest has {max(map(len, ids))} tokens,"
+                    f" the first is {prompts[too_long[0]].text[:60]!r}; raise the limit or drop them"
+                ]
+            )
+        return TokenizedPrompts(prompts, ids)
+
+    def problems(self, world_size: int) -> list[str]:
+        """Everything that is wrong with this configuration, one sentence each; call it after `setup`."""
+        found = list(self._setup_problems)
+        if self.group_size < 2:
+            found.append(
+                f"data.group_size={self.group_size}: must be at least 2, an advantage compares completions of one prompt"
+            )
+        if self.prompts_per_batch < 1 or self.prompts_per_batch % world_size:
+            found.append(
+                f"data.prompts_per_batch={self.prompts_per_batch}: must be a positive multiple of the {world_size} ranks"
+            )
+        for option, value in (
+            ("max_prompt_tokens", self.max_prompt_tokens),
+            ("eval_prompts_per_batch", self.eval_prompts_per_batch),
+        ):
+            if value < 1:
+                found.append(f"data.{option}={value}: must be at least 1")
+        found += self.sampling.problems("data.sampling")
+        if self.sampling.temperature == 0:
+            found.append("data.sampling.temperature=0: greedy completions of one prompt are all equal; set it above 0")
+        if self.sampling.top_p < 1 or self.sampling.top_k > 0:
+            found.append(
+                f"data.sampling.top_p={self.sampling.top_p}, top_k={self.sampling.top_k}: training samples must come from the"
+                " whole distribution (top_p 1, top_k 0), or the ratio to the behaviour policy is biased;"
+                " set them in data.decodings for evaluation"
+            )
+        names = [decoding.name for decoding in self.decodings]
+        if len(set(names)) < len(names):
+            found.append(f"data.decodings: the names {names} must differ, they are the tags of the results")
+        for decoding in (*self.decodings, self.predict_decoding):
+            found += decoding.sampling.problems(f"data.decodings {decoding.name!r}: sampling")
+            if decoding.samples < 1:
+                found.append(f"data.decodings {decoding.name!r}: samples={decoding.samples} must be at least 1")
+        return found
+
+    @property
+    def _tokenizer(self) -> Any:
+        return self.trainer.lightning_module.tokenizer  # type: ignore[union-attr]
+
+    @property
+    def seed(self) -> int:
+        """Seed of prompt order and sampling: the value of `seed_everything`, 0 where it was not called."""
+        return int(os.environ.get("PL_GLOBAL_SEED", 0))
+
+    # ---- loaders ----------------------------------------------------------------------------------------------------
+
+    def train_dataloader(self) -> PromptLoader:
+        """One batch a rollout, from the position of the run on."""
+        prompts = self.loaded["fit"]
+        self._stream = PromptStream(
+            len(prompts), self.prompts_per_batch, self.seed, self.trainer.global_rank, self.trainer.world_size  # type: ignore[union-attr]
+        )
+        self._stream.position = self.prompts_seen
+        return PromptLoader(prompts, batch_sampler=self._stream, collate_fn=collate)  # type: ignore[arg-type]
+
+    def val_dataloader(self) -> DataLoader[Any] | list[Any]:
+        """This rank's share of the held-out prompts."""
+        return self._eval_loader("validate") if "validate" in self.loaded else []
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        """This rank's share of the test prompts."""
+        return self._eval_loader("test")
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        """This rank's share of the prompts to complete."""
+        return self._eval_loader("predict")
+
+    def _eval_loader(self, name: str) -> DataLoader[Any]:
+        prompts = self.loaded[name]
+        numbers = range(self.trainer.global_rank, len(prompts), self.trainer.world_size)  # type: ignore[union-attr]
+        step = self.eval_prompts_per_batch
+        batches = [[(i, i) for i in numbers[at : at + step]] for at in range(0, len(numbers), step)]
+        return DataLoader(prompts, batch_sampler=batches, collate_fn=collate)  # type: ignore[arg-type]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the prompt stream stands: all that a resume needs."""
+        return {"prompts_seen": self.prompts_seen}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores the position."""
+        self.prompts_seen = state_dict["prompts_seen"]
+
+    # ---- rollouts ---------------------------------------------------------------------------------------------------
+
+    def on_after_batch_transfer(self, batch: PromptBatch, dataloader_idx: int) -> RolloutBatch | EvalBatch:
+        """Samples and scores completions: a RolloutBatch in training, an EvalBatch elsewhere."""
+        if self.trainer.training:  # type: ignore[union-attr]
+            return self._rollout(batch)
+        decodings = [self.predict_decoding] if self.trainer.predicting else self.decodings  # type: ignore[union-attr]
+        return EvalBatch(batch.prompts, batch.uids.tolist(), [self._evaluate(batch, decoding) for decoding in decodings])
+
+    def _rollout(self, batch: PromptBatch) -> RolloutBatch:
+        started = time.perf_counter()
+        uids = _repeat(batch.uids, self.group_size)
+        completions = self._generate(batch, uids, self.sampling, "train")
+        texts = self._decode(completions)
+        prompts = [prompt for prompt in batch.prompts for _ in range(self.group_size)]
+        sampled = time.perf_counter()
+        scored = self._score(prompts, texts, completions)
+        rewards = torch.tensor(scored.values, dtype=torch.float32, device=batch.ids.device)
+        group_ids = batch.uids.repeat_interleave(self.group_size)
+        advantages = self.advantage(rewards, group_ids)
+        finished = time.perf_counter()
+        # The position moves on with the rollout: a checkpoint after this batch's updates resumes behind it.
+        self.prompts_seen += self.prompts_per_batch
+        self._stream.position = self.prompts_seen
+        return RolloutBatch(
+            prompt_ids=batch.ids.repeat_interleave(self.group_size, dim=0),
+            prompt_lengths=batch.lengths.repeat_interleave(self.group_size),
+            completion_ids=completions.ids,
+            completion_lengths=completions.lengths,
+            truncated=completions.truncated,
+            old_log_probs=completions.log_probs,
+            rewards=rewards,
+            advantages=advantages,
+            group_ids=group_ids,
+            uids=uids,
+            temperature=self.sampling.temperature,
+            group_size=self.group_size,
+            prompts=prompts,
+            texts=texts,
+            reward_errors=scored.errors,
+            rollout_seconds=sampled - started,
+            reward_seconds=finished - sampled,
+        )
+
+    def _evaluate(self, batch: PromptBatch, decoding: Decoding) -> EvalSamples:
+        completions = self._generate(batch, _repeat(batch.uids, decoding.samples), decoding.sampling, decoding.name)
+        texts = self._decode(completions)
+        prompts = [prompt for prompt in batch.prompts for _ in range(decoding.samples)]
+        scored = self._score(prompts, texts, completions)
+        k = decoding.samples
+        return EvalSamples(
+            decoding=decoding.name,
+            correct=torch.tensor([v > 0.5 and not math.isnan(v) for v in scored.values]).view(-1, k),
+            texts=[texts[i : i + k] for i in range(0, len(texts), k)],
+            truncated=completions.truncated.cpu().view(-1, k),
+            lengths=completions.lengths.cpu().view(-1, k),
+        )
+
+    def _generate(self, batch: PromptBatch, uids: Tensor, sampling: Sampling, purpose: str) -> Completions:
+        module = self.trainer.lightning_module  # type: ignore[union-attr]
+        streams = hash_keys(self.seed, torch.full_like(uids, zlib.crc32(purpose.encode())), uids)
+        vocabulary = Vocabulary(module.end_ids, module.pad_id)
+        with self.trainer.precision_plugin.forward_context():  # type: ignore[union-attr]
+            return self.engine.generate(module.policy, batch, streams, sampling, vocabulary)
+
+    def _decode(self, completions: Completions) -> list[str]:
+        rows = completions.ids.tolist()
+        emitted = [row[:length] for row, length in zip(rows, completions.lengths.tolist(), strict=True)]
+        return self._tokenizer.batch_decode(emitted, skip_special_tokens=True)
+
+    def _score(self, prompts: Sequence[Prompt], texts: Sequence[str], completions: Completions) -> ScoredRows:
+        lengths, truncated = completions.lengths.tolist(), completions.truncated.tolist()
+        rows = [Completion(*row) for row in zip(prompts, texts, lengths, truncated, strict=True)]
+        return score_completions(self.reward, rows)
+
+
+def _repeat(uids: Tensor, samples: int) -> Tensor:
+    """[N] a number for each sample of each prompt."""
+    return (uids[:, None] * samples + torch.arange(samples, device=uids.device)).flatten()
+
+
+def _option(name: str) -> str:
+    return {"fit": "train_prompts", "validate": "val_prompts", "test": "test_prompts", "predict": "predict_prompts"}[name]

@@ -1,0 +1,144 @@
+"""Loads policy, reference and tokenizer, and finds a causal language model's backbone and output head."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from stapo_lightning.errors import ConfigError
+
+_PACKAGE = Path(__file__).parent
+
+
+def resolve_policy(policy: str) -> str:
+    """The folder or hub id to load. `stapo_lightning/assets/...` is found wherever the package is installed."""
+    packaged = _PACKAGE.parent / policy
+    if not os.path.exists(policy) and policy.startswith("stapo_lightning/assets/") and packaged.exists():
+        return str(packaged)
+    return policy
+
+
+def policy_problems(policy: str) -> list[str]:
+    """What keeps `policy` from loading, seen without loading any weights."""
+    path = resolve_policy(policy)
+    try:
+        AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        kind = "folder" if os.path.isdir(path) else "name"
+        reason = str(error).strip().splitlines()[0]
+        return [
+            f"model.policy={policy!r}: this {kind} holds no Hugging Face model ({reason}); give a folder with config.json"
+            " or a model id of the hub"
+        ]
+    return []
+
+
+def load_tokenizer(policy: str) -> PreTrainedTokenizerBase:
+    """The policy's tokenizer.
+
+    Raises:
+        ConfigError: The folder or hub id holds none.
+    """
+    path = resolve_policy(policy)
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError([f"model.policy={policy!r}: no tokenizer there ({str(error).splitlines()[0]})"]) from error
+
+
+def load_causal_lm(policy: str, attention: str) -> PreTrainedModel:
+    """Float32 weights in train mode, dropout 0: the policy that is updated must be the policy that is scored.
+
+    Args:
+        policy: Folder or hub id.
+        attention: An attention implementation of transformers, such as "sdpa".
+    """
+    model = AutoModelForCausalLM.from_pretrained(
+        resolve_policy(policy), dtype=torch.float32, attn_implementation=attention
+    )
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+    # from_pretrained returns eval mode and Lightning would keep it; activation checkpointing acts in train mode only.
+    return model.train()
+
+
+def freeze(model: PreTrainedModel) -> PreTrainedModel:
+    """The model in eval mode without gradients: the reference."""
+    return model.eval().requires_grad_(False)
+
+
+@contextmanager
+def rollout_mode(model: nn.Module) -> Iterator[None]:
+    """Eval mode without gradients; the mode that was there before is restored, also after an error."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+
+
+def backbone(model: PreTrainedModel) -> Any:
+    """[n, L] ids -> [n, L, H] last hidden states; right padding only, so without an attention mask."""
+
+    def hidden_states(ids: Tensor) -> Tensor:
+        return model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+
+    return hidden_states
+
+
+def output_head(model: PreTrainedModel) -> Any:
+    """[m, H] hidden states -> [m, V] logits, with the scaling and soft-capping that some architectures add."""
+    linear = model.get_output_embeddings()
+    config = model.config
+    scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+    cap = getattr(config, "final_logit_softcapping", None)
+
+    def logits(hidden: Tensor) -> Tensor:
+        out = linear(hidden)
+        if scale != 1.0:
+            out = out * scale
+        return out if cap is None else torch.tanh(out / cap) * cap
+
+    return logits
+
+
+def check_output_head(model: PreTrainedModel, policy: str) -> None:
+    """Compares backbone and head with the model's own logits on two tokens.
+
+    Raises:
+        ConfigError: The architecture does more between hidden states and logits than `output_head` knows.
+    """
+    ids = torch.tensor([[0, 1]], device=model.device)
+    with rollout_mode(model):
+        expected = model(input_ids=ids, use_cache=False).logits.float()
+        found = output_head(model)(backbone(model)(ids)).float()
+    difference = float((expected - found).abs().max())
+    if not difference <= 1e-3 * max(1.0, float(expected.abs().max())):
+        raise ConfigError(
+            [
+                f"model.policy={policy!r}: the logits of {type(model).__name__} differ by {difference:.3g} from its head applied"
+                " to its hidden states; this architecture is not supported yet"
+            ]
+        )
+
+
+def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """All ids that end a completion: those of the generation config (one or several) and the tokenizer's own."""
+    ids: set[int] = set()
+    for source in (getattr(model, "generation_config", None), model.config, tokenizer):
+        value = getattr(source, "eos_token_id", None)
+        ids.update([value] if isinstance(value, int) else value or [])
+    return sorted(ids)

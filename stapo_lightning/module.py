@@ -1,0 +1,484 @@
+"""StapoModule: the policy, its frozen reference, and Algorithm 1 of the paper as `training_step`.
+
+Departures from the paper's recipe, all optional and off by default: (1) dual clip, (2) KL to a reference,
+(3) aggregations other than the token mean.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
+from torch.optim import AdamW, Optimizer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from stapo_lightning.batch import EvalBatch, LossOutput, RolloutBatch, Selection, TokenScores, UpdateRecord, pad_rows
+from stapo_lightning.checkpoint_io import AtomicCheckpointIO
+from stapo_lightning.distributed import Ranks
+from stapo_lightning.errors import ConfigError, NonFiniteError
+from stapo_lightning.metrics import AccuracyMetrics, MismatchMetrics, RolloutMetrics, UpdateMetrics
+from stapo_lightning.microbatch import micro_batches
+from stapo_lightning.models import (
+    backbone,
+    check_output_head,
+    end_token_ids,
+    freeze,
+    load_causal_lm,
+    load_tokenizer,
+    output_head,
+    policy_problems,
+)
+from stapo_lightning.objective import (
+    K3,
+    S2T,
+    Aggregation,
+    Clipped,
+    KLEstimator,
+    Surrogate,
+    TokenMean,
+    TokenSelector,
+    policy_loss,
+)
+from stapo_lightning.plan import Plan
+from stapo_lightning.schedule import ConstantWithWarmup, Schedule
+from stapo_lightning.scoring import score
+
+PROGRESS_BAR = ("reward/mean", "policy/entropy", "s2t/silenced_fraction")
+
+
+class StapoModule(L.LightningModule):
+    """Trains a causal language model with STAPO (arXiv 2602.15620) or one of its baselines.
+
+    The objective is four choices that do not depend on each other: the advantage estimator (in the datamodule),
+    `surrogate`, `selector` and `aggregation`.
+
+    Args:
+        policy: Folder or hub id of a Hugging Face causal language model with its tokenizer.
+        surrogate: Per-token loss; default clip range [0.8, 1.28].
+        selector: Which tokens are silenced; default S2T with tau_p = 0.002, q = 0.75.
+        aggregation: How tokens become one loss; default the token mean over the whole optimiser step.
+        kl_coef: Weight of the KL to the frozen initial policy, >= 0 (paper: 0).
+        kl: Estimator of that KL; default k3.
+        log_kl: Load the reference and log policy/kl_ref even with kl_coef 0; costs a second copy of the weights.
+        optimizer: Optimiser of the policy's parameters; default AdamW with the paper's learning rate 1e-6.
+        schedule: Learning-rate factor over updates; default 10 warm-up updates, then constant.
+        max_grad_norm: Gradients are scaled down to this global L2 norm; 0 does not clip (paper: 1.0).
+        prompts_per_update: Prompts of one optimiser step over all ranks; divides data.prompts_per_batch (paper: 64).
+        tokens_per_micro_batch: Padded tokens, prompt included, of one forward and backward on each rank. Changes memory
+            and speed, never the gradient.
+        max_skipped_updates: Updates with a non-finite loss or gradient are skipped; so many in a row stop the run.
+        attention: Attention implementation of transformers: "sdpa", "eager", "flash_attention_2".
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        surrogate: Surrogate | None = None,
+        selector: TokenSelector | None = None,
+        aggregation: Aggregation | None = None,
+        kl_coef: float = 0.0,
+        kl: KLEstimator | None = None,
+        log_kl: bool = False,
+        optimizer: OptimizerCallable = lambda params: AdamW(params, lr=1e-6),
+        schedule: Schedule | None = None,
+        max_grad_norm: float = 1.0,
+        prompts_per_update: int = 64,
+        tokens_per_micro_batch: int = 16384,
+        max_skipped_updates: int = 10,
+        attention: str = "sdpa",
+    ) -> None:
+        super().__init__()
+        # No save_hyperparameters(): it would restore old values over the flags of a resumed run.
+        self.automatic_optimization = False
+        self.policy_name = policy
+        self.surrogate = surrogate or Clipped()
+        self.selector = selector or S2T()
+        self.aggregation = aggregation or TokenMean()
+        self.kl_coef = kl_coef
+        self.kl = kl or K3()
+        self.log_kl = log_kl
+        self.optimizer = optimizer
+        self.schedule = schedule or ConstantWithWarmup()
+        self.max_grad_norm = max_grad_norm
+        self.prompts_per_update = prompts_per_update
+        self.tokens_per_micro_batch = tokens_per_micro_batch
+        self.max_skipped_updates = max_skipped_updates
+        self.attention = attention
+
+        self.policy: PreTrainedModel | None = None
+        self.reference: list[PreTrainedModel] = []  # in a list: outside the module tree and so outside every checkpoint
+        self.ranks = Ranks()
+        self.rollout_metrics = RolloutMetrics()
+        self.update_metrics = UpdateMetrics()
+        self.mismatch_metrics = MismatchMetrics()
+        self.accuracy: torch.nn.ModuleDict = torch.nn.ModuleDict()
+        self.skipped_updates = 0
+        self.skipped_in_a_row = 0
+        self.eval_results: dict[str, float] = {}
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+
+    # ---- setup ------------------------------------------------------------------------------------------------------
+
+    def setup(self, stage: str) -> None:
+        """Checks the whole configuration before any weights are loaded.
+
+        Raises:
+            ConfigError: With every problem at once.
+        """
+        found = self._problems(stage)
+        if found:
+            raise ConfigError(found)
+        if type(self.trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+            self.trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+
+    def plan(self) -> Plan:
+        """The derived sizes of this run."""
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        return Plan(
+            world_size=self.trainer.world_size,
+            prompts_per_batch=data.prompts_per_batch,
+            prompts_per_update=self.prompts_per_update,
+            group_size=data.group_size,
+            max_prompt_tokens=data.max_prompt_tokens,
+            max_new_tokens=data.sampling.max_new_tokens,
+            tokens_per_micro_batch=self.tokens_per_micro_batch,
+        )
+
+    def _problems(self, stage: str) -> list[str]:
+        found = policy_problems(self.policy_name)
+        data = getattr(self.trainer, "datamodule", None)
+        if data is None:
+            found.append("no datamodule: pass a RolloutDataModule to trainer.fit(module, datamodule=...)")
+            return found
+        found += data.problems(self.trainer.world_size)
+        if stage != "fit":
+            return found
+        found += self.plan().problems()
+        for option, value in (("kl_coef", self.kl_coef), ("max_grad_norm", self.max_grad_norm)):
+            if value < 0:
+                found.append(f"model.{option}={value}: must be at least 0")
+        if self.max_skipped_updates < 1:
+            found.append(f"model.max_skipped_updates={self.max_skipped_updates}: must be at least 1")
+        return found + self._trainer_problems()
+
+    def _trainer_problems(self) -> list[str]:
+        found = []
+        if self.trainer.precision == "16-mixed":
+            found.append("trainer.precision=16-mixed: float16 needs loss scaling, which is not supported; take bf16-mixed")
+        if self.trainer.world_size > 1 and self.trainer._accelerator_connector.use_distributed_sampler:
+            found.append("trainer.use_distributed_sampler=true: the prompts are already split over ranks; set it to false")
+        updates = self.plan().updates_per_rollout if not self.plan().problems() else 1
+        for callback in self.trainer.checkpoint_callbacks:
+            every = getattr(callback, "_every_n_train_steps", 0)
+            if every and every % updates:
+                found.append(
+                    f"ModelCheckpoint.every_n_train_steps={every}: checkpoints are taken between rollouts;"
+                    f" make it a multiple of the {updates} updates per rollout"
+                )
+        return found
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The policy's tokenizer, loaded at first use."""
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self.policy_name)
+        return self._tokenizer
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Token ids that end a completion."""
+        return tuple(end_token_ids(self._loaded_policy, self.tokenizer))
+
+    @property
+    def pad_id(self) -> int:
+        """Filler on the right of a completion; masks come from lengths, so any id will do."""
+        return self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.end_ids[0]
+
+    @property
+    def _loaded_policy(self) -> PreTrainedModel:
+        if self.policy is None:
+            raise RuntimeError("the policy is loaded in configure_model; it is there from trainer.fit/validate/test on")
+        return self.policy
+
+    def configure_model(self) -> None:
+        """Loads the weights; a second stage of the same process keeps those that are there."""
+        if self.policy is None:
+            self.policy = load_causal_lm(self.policy_name, self.attention)
+            check_output_head(self.policy, self.policy_name)
+
+    def configure_optimizers(self) -> Optimizer:
+        """The configured optimiser over the policy's trainable parameters."""
+        optimizer = self.optimizer([p for p in self._loaded_policy.parameters() if p.requires_grad])
+        self._configured = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        return optimizer
+
+    def on_fit_start(self) -> None:
+        """Loads the reference where it is used, and prints the derived sizes."""
+        if (self.kl_coef > 0 or self.log_kl) and not self.reference:
+            self.reference = [freeze(load_causal_lm(self.policy_name, self.attention)).to(self.device)]
+        self._print_plan()
+
+    @rank_zero_only
+    def _print_plan(self) -> None:
+        print("\n".join(self.plan().lines()), flush=True)
+
+    def on_train_start(self) -> None:
+        """Puts the configured optimiser settings over those that a checkpoint restored: flags given on resume count."""
+        for group, configured in zip(self._param_groups, self._configured, strict=True):
+            group.update(configured)
+
+    @property
+    def _optimizer(self) -> Any:
+        return self.optimizers()
+
+    @property
+    def _param_groups(self) -> list[dict[str, Any]]:
+        # Of the bare optimiser: Lightning's wrapper keeps the groups from before a checkpoint was loaded.
+        return self.trainer.optimizers[0].param_groups
+
+    # ---- Algorithm 1 ------------------------------------------------------------------------------------------------
+
+    def training_step(self, batch: RolloutBatch, batch_idx: int) -> Mapping[str, Any]:
+        """Algorithm 1 of the paper from line 5 on; the groups were sampled and scored by the datamodule.
+
+        Returns:
+            {"record": UpdateRecord} over all rows of `batch`, for callbacks.
+        """
+        started = time.perf_counter()
+        self.rollout_metrics.update(batch)
+        rollout = self.rollout_metrics.compute()
+        self.rollout_metrics.reset()
+
+        completions = self.prompts_per_update // self.ranks.size * batch.group_size
+        records = []
+        for mini_batch in batch.mini_batches(completions):
+            record, metrics = self._update(mini_batch, first=not records)
+            records.append(record)
+            step_seconds = batch.rollout_seconds + batch.reward_seconds + time.perf_counter() - started
+            metrics |= rollout | {"time/step_s": step_seconds}
+            if self.global_step % self.trainer.log_every_n_steps == 0:
+                self._to_loggers(metrics)
+        self._to_callbacks(metrics)
+        return {"record": _join(records)}
+
+    def _update(self, batch: RolloutBatch, first: bool) -> tuple[UpdateRecord, dict[str, float]]:
+        """One optimiser step on one mini-batch."""
+        started = time.perf_counter()
+        cut = micro_batches(batch.sequence_lengths, self.tokens_per_micro_batch)
+        passes = int(self.ranks.max(torch.tensor(len(cut), device=self.device)))
+        # Every rank makes the same number of passes, or the others wait for its collectives for ever.
+        idle = [cut[-1][:1]] * (passes - len(cut))
+
+        # Current-policy statistics of every token, without gradient. A mini-batch that fits in one micro-batch is scored
+        # by the very forward whose graph the backward uses.
+        if passes == 1:
+            cut = [torch.arange(len(batch), device=self.device)]
+            graph = self._score(batch)
+            scores = graph.detach()
+        else:
+            with torch.no_grad():
+                scores = _in_order([self._score(batch.rows(rows)) for rows in cut + idle][: len(cut)], cut)
+        scored = time.perf_counter()
+
+        # I_S2T over the whole mini-batch and all ranks, then one global denominator.
+        selection = self.selector(batch, scores, self.ranks, self.global_step)
+        keep = batch.completion_mask & ~selection.silenced
+        weights = self.aggregation(keep, self.ranks)
+
+        outputs = []
+        for number, rows in enumerate(cut + idle):
+            with self._optimizer.toggle_model(sync_grad=number == passes - 1):
+                log_probs = graph.log_probs if passes == 1 else self._score(batch.rows(rows)).log_probs
+                output = self._loss(batch.rows(rows), log_probs, weights[rows] * (number < len(cut)))
+                # The strategy averages gradients over ranks; the loss is a sum over them.
+                self.manual_backward(output.loss * self.ranks.size)
+            outputs.append(output)
+        outputs = outputs[: len(cut)]
+
+        loss = float(self.ranks.sum(torch.stack([output.loss.detach().double() for output in outputs]).sum()))
+        grad_norm = self._step(loss)
+        record, clipped_low, kl = self._record(scores, selection, outputs, cut)
+        finished = time.perf_counter()
+
+        if first:
+            self.mismatch_metrics.update(batch, scores.log_probs)
+        self.update_metrics.update(batch, record, clipped_low, kl)
+        metrics = self.update_metrics.compute() | (self.mismatch_metrics.compute() if first else {})
+        self.update_metrics.reset()
+        self.mismatch_metrics.reset()
+        if kl is None:
+            del metrics["policy/kl_ref"]
+        if not math.isnan(float(selection.tau_h)):
+            metrics["s2t/tau_h"] = float(selection.tau_h)
+        return record, metrics | {
+            "policy/loss": loss,
+            "policy/grad_norm": grad_norm,
+            "policy/lr": self._param_groups[0]["lr"],
+            "policy/skipped_steps": float(self.skipped_updates),
+            "time/score_s": scored - started,
+            "time/update_s": finished - started,
+        }
+
+    def _score(self, batch: RolloutBatch) -> TokenScores:
+        policy = self._loaded_policy
+        return score(batch, backbone(policy), output_head(policy), policy.config.vocab_size)
+
+    def _loss(self, batch: RolloutBatch, log_probs: Tensor, weights: Tensor) -> LossOutput:
+        ref_log_probs = None
+        if self.reference:
+            reference = self.reference[0]
+            with torch.no_grad():
+                scores = score(batch, backbone(reference), output_head(reference), reference.config.vocab_size)
+            ref_log_probs = scores.log_probs
+        return policy_loss(batch, log_probs, weights, self.surrogate, ref_log_probs, self.kl, self.kl_coef)
+
+    def _step(self, loss: float) -> float:
+        """Clips, sets the rate and steps; skips where loss or gradient is not finite. Returns the norm before clipping."""
+        optimizer = self._optimizer
+        parameters = [p for group in self._param_groups for p in group["params"]]
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm or math.inf))
+        finite = math.isfinite(norm) and math.isfinite(loss)
+        if finite:
+            self.skipped_in_a_row = 0
+        else:
+            # Without gradients the step below changes no parameter and no moment, yet the counters move on alike.
+            optimizer.zero_grad(set_to_none=True)
+            self.skipped_updates += 1
+            self.skipped_in_a_row += 1
+        for group, configured in zip(self._param_groups, self._configured, strict=True):
+            group["lr"] = configured["lr"] * self.schedule(self.global_step)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if self.skipped_in_a_row >= self.max_skipped_updates:
+            raise NonFiniteError(
+                f"{self.skipped_in_a_row} updates in a row had a loss ({loss}) or gradient norm ({norm}) that is not finite,"
+                f" up to update {self.global_step} (model.max_skipped_updates={self.max_skipped_updates}). Resume from an"
+                " earlier checkpoint with a lower learning rate (model.optimizer.init_args.lr) or a smaller"
+                " model.max_grad_norm; if it happens from the first update on, check trainer.precision"
+            )
+        return norm
+
+    def _record(
+        self, scores: TokenScores, selection: Selection, outputs: list[LossOutput], cut: list[Tensor]
+    ) -> tuple[UpdateRecord, Tensor, Tensor | None]:
+        def in_order(values: list[Tensor]) -> Tensor:
+            return torch.cat(values)[torch.cat(cut).argsort()]
+
+        low = in_order([o.clipped_low for o in outputs])
+        high = in_order([o.clipped_high for o in outputs])
+        kl = in_order([o.kl for o in outputs if o.kl is not None]) if self.reference else None
+        record = UpdateRecord(
+            scores=scores,
+            silenced=selection.silenced,
+            candidates=selection.candidates,
+            ratio=in_order([o.ratio for o in outputs]),
+            clipped=low | high,
+            updates=(self.global_step, self.global_step),
+        )
+        return record, low, kl
+
+    # ---- validate, test, predict ------------------------------------------------------------------------------------
+
+    def on_validation_epoch_start(self) -> None:
+        """Empties the accuracy metrics."""
+        self._reset_accuracy()
+
+    def on_test_epoch_start(self) -> None:
+        """Empties the accuracy metrics."""
+        self._reset_accuracy()
+
+    def validation_step(self, batch: EvalBatch, batch_idx: int) -> None:
+        """Counts correct completions."""
+        self._count(batch)
+
+    def test_step(self, batch: EvalBatch, batch_idx: int) -> None:
+        """Counts correct completions."""
+        self._count(batch)
+
+    def on_validation_epoch_end(self) -> None:
+        """Publishes val/<decoding>/..."""
+        self._publish_accuracy("val")
+
+    def on_test_epoch_end(self) -> None:
+        """Publishes test/<decoding>/..."""
+        self._publish_accuracy("test")
+
+    def predict_step(self, batch: EvalBatch, batch_idx: int) -> EvalBatch:
+        """Hands the completions to the prediction writer."""
+        return batch
+
+    def _reset_accuracy(self) -> None:
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        self.accuracy = torch.nn.ModuleDict(
+            {decoding.name: AccuracyMetrics(decoding.samples) for decoding in data.decodings}
+        ).to(self.device)
+
+    def _count(self, batch: EvalBatch) -> None:
+        for samples in batch.samples:
+            metric: Any = self.accuracy[samples.decoding]
+            metric.update(samples)
+
+    def _publish_accuracy(self, stage: str) -> None:
+        results: dict[str, float] = {}
+        for name, metric in self.accuracy.items():
+            values: dict[str, float] = metric.compute()  # type: ignore[operator]
+            results |= {f"{stage}/{name}/{key}": value for key, value in values.items()}
+        self.eval_results = results
+        self._to_loggers(results)
+        self._to_callbacks(results)
+
+    # ---- logging and state ------------------------------------------------------------------------------------------
+
+    def _to_loggers(self, metrics: Mapping[str, float]) -> None:
+        """Writes metrics at the number of updates done: self.log would count batches, and one batch holds several updates."""
+        for logger in self.loggers:
+            logger.log_metrics(dict(metrics), step=self.global_step)
+
+    def _to_callbacks(self, metrics: Mapping[str, float]) -> None:
+        """Hands metrics to callbacks and the progress bar. The values are already the same on every rank."""
+        for tag, value in metrics.items():
+            self.log(tag, value, logger=False, prog_bar=tag in PROGRESS_BAR, batch_size=1)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds the counters."""
+        checkpoint["stapo"] = {"skipped_updates": self.skipped_updates, "skipped_in_a_row": self.skipped_in_a_row}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restores the counters."""
+        counters = checkpoint.get("stapo", {})  # absent in checkpoints that other modules saved
+        self.skipped_updates = counters.get("skipped_updates", 0)
+        self.skipped_in_a_row = counters.get("skipped_in_a_row", 0)
+
+
+def _in_order(parts: list[TokenScores], cut: list[Tensor]) -> TokenScores:
+    """Scores of the micro-batches back in the order of the mini-batch's rows."""
+    back = torch.cat(cut).argsort()
+    return TokenScores(
+        torch.cat([p.log_probs for p in parts])[back],
+        torch.cat([p.entropy for p in parts])[back],
+        torch.cat([p.collision for p in parts])[back],
+    )
+
+
+def _join(records: list[UpdateRecord]) -> UpdateRecord:
+    """The records of a rollout's updates under each other."""
+    return UpdateRecord(
+        scores=TokenScores(
+            pad_rows([r.scores.log_probs for r in records]),
+            pad_rows([r.scores.entropy for r in records]),
+            pad_rows([r.scores.collision for r in records]),
+        ),
+        silenced=pad_rows([r.silenced for r in records]),
+        candidates=pad_rows([r.candidates for r in records]),
+        ratio=pad_rows([r.ratio for r in records]),
+        clipped=pad_rows([r.clipped for r in records]),
+        updates=(records[0].updates[0], records[-1].updates[-1]),
+    )

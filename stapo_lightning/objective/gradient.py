@@ -1,0 +1,15 @@
+"""How large one token's gradient is, from quantities already scored (`method.md`, "Why"; paper, section 3)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def logit_gradient_weight(ratio: Tensor, advantages: Tensor, clipped: Tensor) -> Tensor:
+    """w = rho A, or 0 where clipped: [N, T] from `ratio` [N, T], `advantages` [N, 1], `clipped` [N, T] bool."""
+    return (ratio * advantages).masked_fill(clipped, 0.0)
+
+
+def squared_logit_gradient_norm(weight: Tensor, probs: Tensor, collision: Tensor) -> Tensor:
+    """|w|^2 (1 - 2 pi + sum_v pi_v^2), exactly the squared norm of d l / d (logits / temperature). All [N, T]."""
+    return weight.square() * (1 - 2 * probs + collision)

@@ -1,0 +1,171 @@
+"""Which tokens train: S2T (paper, section 4 and Algorithm 1) and the selectors of its baselines and ablations.
+
+A selector sees the whole mini-batch of this rank and reaches the other ranks through `ranks`, so that its quantile is
+taken over every completion token of the optimiser step. It returns bools: no gradient runs through a selection.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from stapo_lightning.batch import RolloutBatch, Selection, TokenScores
+from stapo_lightning.distributed import Ranks
+from stapo_lightning.randomness import uniform
+
+
+def linear_quantile(values: Tensor, q: float) -> Tensor:
+    """The q-quantile of 1-D `values` with linear interpolation; nan when empty. Unlike torch.quantile of any size."""
+    if len(values) == 0:
+        return values.new_full((), torch.nan)
+    ordered = values.sort().values
+    position = q * (len(values) - 1)
+    low = int(position)
+    high = min(low + 1, len(values) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def low_probability_candidates(batch: RolloutBatch, scores: TokenScores, tau_p: float) -> Tensor:
+    """[N, T] bool: emitted tokens with A_i > 0 and pi_theta(y_t) < tau_p, both strict."""
+    return batch.completion_mask & (batch.advantages[:, None] > 0) & (scores.probs < tau_p)
+
+
+def silence_below_quantile(statistic: Tensor, candidates: Tensor, q: float, ranks: Ranks) -> Selection:
+    """Silences the candidates whose `statistic` [N, T] lies strictly below its q-quantile over all candidates."""
+    tau = linear_quantile(ranks.gather(statistic[candidates]), q)
+    return Selection(silenced=candidates & (statistic < tau), candidates=candidates, tau_h=tau)
+
+
+class TokenSelector(ABC):
+    """Chooses the tokens of a mini-batch that are silenced."""
+
+    @abstractmethod
+    def __call__(self, batch: RolloutBatch, scores: TokenScores, ranks: Ranks, update: int) -> Selection:
+        """Selects within one mini-batch.
+
+        Args:
+            batch: The mini-batch of this rank.
+            scores: [N, T] statistics of the current policy, without a graph.
+            ranks: Collectives over all ranks; each rank makes the same calls.
+            update: Number of this optimiser step, from 0: seeds a random selector.
+        """
+
+
+class S2T(TokenSelector):
+    """Silences spurious tokens: A_i > 0, pi_theta < tau_p and H_t < tau_h, tau_h the q-quantile of the candidates' entropy.
+
+    Source: section 4 of arXiv 2602.15620 (version 5), Algorithm 1. Typically below 0.01 % of tokens.
+
+    Args:
+        tau_p: Probability below which a token of a positive-advantage completion is a candidate, in (0, 1].
+        q: Quantile of the candidates' entropies that gives tau_h, in [0, 1].
+    """
+
+    def __init__(self, tau_p: float = 0.002, q: float = 0.75) -> None:
+        self.tau_p = tau_p
+        self.q = q
+
+    def __call__(self, batch: RolloutBatch, scores: TokenScores, ranks: Ranks, update: int) -> Selection:
+        candidates = low_probability_candidates(batch, scores, self.tau_p)
+        return silence_below_quantile(scores.entropy, candidates, self.q, ranks)
+
+
+class S2TVersion1(TokenSelector):
+    """S2T as in the paper's first version: tau_h is the q-quantile of the entropy of *all* completion tokens.
+
+    Args:
+        tau_p: As in S2T.
+        q: Quantile over all completion tokens of the mini-batch, in [0, 1].
+    """
+
+    def __init__(self, tau_p: float = 0.002, q: float = 0.8) -> None:
+        self.tau_p = tau_p
+        self.q = q
+
+    def __call__(self, batch: RolloutBatch, scores: TokenScores, ranks: Ranks, update: int) -> Selection:
+        candidates = low_probability_candidates(batch, scores, self.tau_p)
+        tau_h = linear_quantile(ranks.gather(scores.entropy[batch.completion_mask]), self.q)
+        return Selection(silenced=candidates & (scores.entropy < tau_h), candidates=candidates, tau_h=tau_h)
+
+
+class KeepAll(TokenSelector):
+    """Silences nothing (GRPO, DAPO, JustRL)."""
+
+    def __call__(self, batch: RolloutBatch, scores: TokenScores, ranks: Ranks, update: int) -> Selection:
+        nothing = torch.zeros_like(batch.completion_mask)
+        return Selection(silenced=nothing, candidates=nothing, tau_h=scores.entropy.new_full((), torch.nan))
+
+
+class TopEntropy(TokenSelector):
+    """Only the highest-entropy share of the mini-batch's completion tokens trains (20-Entropy, arXiv 2506.01939).
+
+    Args:
+        share: Share of the tokens that train, in (0, 1].
+    """
+
+    def __init__(self, share: float = 0.2) -> None:
+        self.share = share
+
+    def __call__(self, batch: RolloutBatch, scores: TokenScores, ranks: Ranks, update: int) -> Selection:
+        return silence_below_quantile(scores.entropy, batch.completion_mask, 1.0 - self.share, ranks)
+
+
+class AllCandidates(TokenSelector):
+    """Every candidate of S2T is silenced, whatever its entropy (JustRL-FullMask; the paper: entropy collapses).
+
+    Args:
+        tau_p: As in S2T.
+    """
+
+    def __init__(self, tau_p: float = 0.002) -> None:
+        self.tau_p = tau_p
+
+    def __call__(self, batch: RolloutBatch, scores: TokenScores, ranks: Ranks, update: int) -> Selection:
+        candidates = low_probability_candidates(batch, scores, self.tau_p)
+        return Selection(silenced=candidates, candidates=candidates, tau_h=scores.entropy.new_full((), torch.nan))
+
+
+class HighEntropy(TokenSelector):
+    """The candidates with the highest entropy are silenced, the same share q as S2T silences (ablation).
+
+    Args:
+        tau_p: As in S2T.
+        q: Share of the candidates that is silenced, in [0, 1].
+    """
+
+    def __init__(self, tau_p: float = 0.002, q: float = 0.75) -> None:
+        self.tau_p = tau_p
+        self.q = q
+
+    def __call__(self, batch: RolloutBatch, scores: TokenScores, ranks: Ranks, update: int) -> Selection:
+        candidates = low_probability_candidates(batch, scores, self.tau_p)
+        lowest = silence_below_quantile(-scores.entropy, candidates, self.q, ranks)
+        return Selection(silenced=lowest.silenced, candidates=candidates, tau_h=-lowest.tau_h)
+
+
+class RandomCandidates(TokenSelector):
+    """A random share q of the candidates is silenced (ablation).
+
+    The draw hashes (seed, update, completion, position), so it is the same for every micro-batch size, order of the
+    rows and number of ranks.
+
+    Args:
+        tau_p: As in S2T.
+        q: Share of the candidates that is silenced, in [0, 1].
+        seed: Seed of the draw.
+    """
+
+    def __init__(self, tau_p: float = 0.002, q: float = 0.75, seed: int = 0) -> None:
+        self.tau_p = tau_p
+        self.q = q
+        self.seed = seed
+
+    def __call__(self, batch: RolloutBatch, scores: TokenScores, ranks: Ranks, update: int) -> Selection:
+        candidates = low_probability_candidates(batch, scores, self.tau_p)
+        positions = torch.arange(candidates.shape[1], device=candidates.device)
+        step = torch.full_like(positions, update)
+        draws = uniform(self.seed, step, batch.uids[:, None], positions)
+        selection = silence_below_quantile(draws, candidates, self.q, ranks)
+        return Selection(selection.silenced, candidates, scores.entropy.new_full((), torch.nan))

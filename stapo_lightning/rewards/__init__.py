@@ -1,0 +1,6 @@
+"""Rewards: a completion in, a number out."""
+
+from stapo_lightning.rewards.boxed import BoxedMatch, last_boxed
+from stapo_lightning.rewards.reward import Completion, Reward, ScoredRows, score_completions
+
+__all__ = ["BoxedMatch", "Completion", "Reward", "ScoredRows", "last_boxed", "score_completions"]

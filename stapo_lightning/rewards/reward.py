@@ -1,0 +1,104 @@
+"""The interface of a reward, and the one place that calls it: errors cost their own row, broken contracts stop the run."""
+
+from __future__ import annotations
+
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stapo_lightning.batch import Prompt
+from stapo_lightning.errors import RewardError
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a reward sees of one completion.
+
+    Attributes:
+        prompt: The problem, with its gold answer.
+        text: The decoded completion, without special tokens.
+        num_tokens: Its length in tokens, end token included.
+        truncated: True where the length limit ended it.
+    """
+
+    prompt: Prompt
+    text: str
+    num_tokens: int
+    truncated: bool
+
+
+class Reward(ABC):
+    """Scores completions; a verifier gives 1 for correct and 0 for wrong."""
+
+    @abstractmethod
+    def __call__(self, completions: Sequence[Completion]) -> Sequence[float | None]:
+        """One value a completion, in order. None or nan: this row could not be scored and is left out of its group."""
+
+
+@dataclass
+class ScoredRows:
+    """Attributes: values (one float a completion, nan where it failed) and errors (how many failed)."""
+
+    values: list[float]
+    errors: int
+
+
+def score_completions(reward: Reward, completions: Sequence[Completion]) -> ScoredRows:
+    """Calls `reward` on all completions, and row by row where that raises, so that one hostile row costs itself alone.
+
+    Raises:
+        RewardError: The number of values differs from the number of completions, or no row could be scored at all.
+    """
+    try:
+        values = _checked(reward, completions)
+    except RewardError:
+        raise
+    except Exception:
+        values = []
+        last: Exception | None = None
+        for completion in completions:
+            try:
+                values += _checked(reward, [completion])
+            except RewardError:
+                raise
+            except Exception as error:
+                last = error
+                values.append(math.nan)
+        if last is not None and all(math.isnan(v) for v in values):
+            raise RewardError(
+                f"{_name(reward)} raised on every one of {len(completions)} completions, the last time"
+                f" {type(last).__name__}: {last}"
+            ) from last
+        if last is not None:
+            _log.warning("%s raised %s: %s (row left out of its group)", _name(reward), type(last).__name__, last)
+    return ScoredRows(values, sum(math.isnan(v) for v in values))
+
+
+def _checked(reward: Reward, completions: Sequence[Completion]) -> list[float]:
+    values = reward(completions)
+    try:
+        count = len(values)
+    except TypeError:
+        raise RewardError(
+            f"{_name(reward)} returned {type(values).__name__} {values!r} for {len(completions)} completions;"
+            " return a list with one float for each completion"
+        ) from None
+    if count != len(completions):
+        raise RewardError(
+            f"{_name(reward)} returned {count} values for {len(completions)} completions;"
+            " return a list with one float for each completion"
+        )
+    return [_number(value) for value in values]
+
+
+def _number(value: float | None) -> float:
+    number = math.nan if value is None else float(value)
+    return number if math.isfinite(number) else math.nan
+
+
+def _name(reward: Reward) -> str:
+    return f"reward {type(reward).__module__}.{type(reward).__qualname__}"

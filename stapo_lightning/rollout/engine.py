@@ -1,0 +1,72 @@
+"""The interface of a rollout engine, and how a completion is sampled."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from stapo_lightning.batch import Completions, PromptBatch
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are drawn.
+
+    Attributes:
+        temperature: The logits are divided by it; 0 is greedy (the likeliest token).
+        top_p: Smallest share of probability mass kept before drawing, in (0, 1]; 1 keeps all.
+        top_k: Number of likeliest tokens kept before drawing; 0 keeps all.
+        max_new_tokens: Longest completion in tokens, end token included.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_new_tokens: int = 1024
+
+    def problems(self, option: str) -> list[str]:
+        """What is out of range, with `option` as the name of this argument."""
+        found = []
+        if self.temperature < 0:
+            found.append(f"{option}.temperature={self.temperature}: must be at least 0 (0 is greedy)")
+        if not 0 < self.top_p <= 1:
+            found.append(f"{option}.top_p={self.top_p}: must be in (0, 1]")
+        if self.top_k < 0:
+            found.append(f"{option}.top_k={self.top_k}: must be at least 0 (0 keeps every token)")
+        if self.max_new_tokens < 1:
+            found.append(f"{option}.max_new_tokens={self.max_new_tokens}: must be at least 1")
+        return found
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The token ids that steer a completion.
+
+    Attributes:
+        end_ids: Each of them ends a completion and belongs to it.
+        pad_id: Fills rows on the right; never decides where a completion ends.
+    """
+
+    end_ids: tuple[int, ...]
+    pad_id: int
+
+
+class RolloutEngine(ABC):
+    """Samples groups of completions from the current policy."""
+
+    @abstractmethod
+    def generate(
+        self, policy: nn.Module, prompts: PromptBatch, streams: Tensor, sampling: Sampling, vocabulary: Vocabulary
+    ) -> Completions:
+        """Samples `len(streams) / len(prompts)` completions of each prompt, those of one prompt side by side.
+
+        Args:
+            policy: The causal language model; its mode is the same after the call.
+            prompts: B prompts.
+            streams: [N] int64, one for each completion: a completion's random numbers depend on its stream alone, so
+                it is the same for every batch composition and number of ranks.
+            sampling: Temperature, top-p, top-k, length limit.
+            vocabulary: End and pad ids.
+        """
