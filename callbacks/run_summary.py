@@ -20,11 +20,13 @@ class RunSummary(L.Callback):
     def __init__(self) -> None:
         self.before: dict[str, float] = {}
         self.after: dict[str, float] = {}
+        self.update = 0
         self.silenced = 0.0
         self.tokens = 0.0
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.after = dict(pl_module.eval_results)
+        self.update = trainer.global_step
         if not self.before:
             self.before = dict(self.after)
 
@@ -34,21 +36,23 @@ class RunSummary(L.Callback):
         self.silenced += float(outputs["record"].silenced.sum())
         self.tokens += float(batch.completion_lengths.sum())
 
-    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """After the progress bar has gone."""
         folder = Path(trainer.log_dir or trainer.default_root_dir)
-        if not trainer.is_global_zero:
+        if stage != "fit" or not trainer.is_global_zero:
             return
-        table = Table(title=f"held-out results, before and after {trainer.global_step} updates", title_justify="left")
-        for column in ("", "before", "after"):
-            table.add_column(column, justify="left" if not column else "right")
-        for tag in self.after:
-            if "@" in tag:
-                table.add_row(tag, f"{self.before[tag]:.1%}", f"{self.after[tag]:.1%}")
-        console = Console()
+        console = Console(width=100)
         if self.after:
+            table = Table(title=f"held-out results after {self.update} updates", title_justify="left")
+            for column in ("", "before", "after"):
+                table.add_column(column, justify="right" if column else "left")
+            for tag in self.after:
+                if "@" in tag:
+                    table.add_row(tag, f"{self.before[tag]:.1%}", f"{self.after[tag]:.1%}")
             console.print(table)
         share = self.silenced / self.tokens if self.tokens else 0.0
-        console.print(f"silenced     {self.silenced:,.0f} of {self.tokens:,.0f} tokens on this rank ({share:.4%})")
+        rank = " on this rank" if trainer.world_size > 1 else ""
+        console.print(f"silenced     {self.silenced:,.0f} of {self.tokens:,.0f} tokens{rank} ({share:.3%})", soft_wrap=True)
         console.print(f"run          {folder}", soft_wrap=True)
         if (folder / "policy").exists():
             console.print(f"policy       {folder / 'policy'}", soft_wrap=True)
@@ -56,8 +60,10 @@ class RunSummary(L.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Kept over a resume."""
-        return {"before": self.before, "after": self.after, "silenced": self.silenced, "tokens": self.tokens}
+        # By name: Lightning hangs methods of its own on a callback, which no checkpoint can hold.
+        return {name: getattr(self, name) for name in ("before", "after", "update", "silenced", "tokens")}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores what was seen before the resume."""
-        self.__dict__.update(state_dict)
+        for name, value in state_dict.items():
+            setattr(self, name, value)

@@ -14,6 +14,7 @@ from jsonargparse import set_parsing_settings
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
+from transformers.utils import logging as transformers_logging
 
 import callbacks  # noqa: F401  (its classes can be named in a config without a path)
 from stapo_lightning.data import RolloutDataModule
@@ -101,14 +102,17 @@ def _runs(root: Path) -> list[Path]:
 
 def _quieten() -> None:
     """Leaves out the messages of a normal run that no user can act on."""
-    # One process feeds a handful of token ids to each rollout: more loader workers would not help.
-    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    # Ours are the same on every rank before they are logged.
-    warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
-    # Checkpoints of a resumed run belong where the first part put them.
-    warnings.filterwarnings("ignore", message=".*Checkpoint directory .* exists and is not empty.*")
-    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed"):
-        logging.getLogger(name).addFilter(lambda record: "litlogger" not in record.getMessage())
+    for message in (
+        ".*does not have many workers.*",  # a loader here yields a few token ids for each rollout
+        ".*sync_dist=True.*",  # our metrics are already the same on every rank
+        ".*Checkpoint directory .* exists and is not empty.*",  # a resumed run goes on in its own folder
+        ".*no pre-optimization state was saved.*",  # the state after the update is the one to resume from
+        ".*isinstance\\(treespec, LeafSpec\\).*",  # between lightning and torch
+    ):
+        warnings.filterwarnings("ignore", message=f"(?s){message}")
+    rank_zero_log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    rank_zero_log.addFilter(lambda record: "litlogger" not in record.getMessage())  # an advertisement
+    transformers_logging.disable_progress_bar()
 
 
 def main(args: Sequence[str] | None = None) -> None:

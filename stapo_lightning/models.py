@@ -28,29 +28,31 @@ def resolve_policy(policy: str) -> str:
 def policy_problems(policy: str) -> list[str]:
     """What keeps `policy` from loading, seen without loading any weights."""
     path = resolve_policy(policy)
+    wanted = "give a folder with config.json, weights and tokenizer, or a model id of the Hugging Face hub"
+    if not os.path.exists(path) and (path.startswith(("/", ".", "~")) or path.count("/") > 1):
+        return [f"model.policy={policy!r}: no such folder; {wanted}"]
     try:
         AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
-        kind = "folder" if os.path.isdir(path) else "name"
-        reason = str(error).strip().splitlines()[0]
-        return [
-            f"model.policy={policy!r}: this {kind} holds no Hugging Face model ({reason}); give a folder with config.json"
-            " or a model id of the hub"
-        ]
+        return [f"model.policy={policy!r}: no Hugging Face model there ({_first_line(error)}); {wanted}"]
     return []
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def load_tokenizer(policy: str) -> PreTrainedTokenizerBase:
     """The policy's tokenizer.
 
     Raises:
-        ConfigError: The folder or hub id holds none.
+        ConfigError: The folder or hub id holds no model, or one without a tokenizer.
     """
-    path = resolve_policy(policy)
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(resolve_policy(policy))
     except (OSError, ValueError) as error:
-        raise ConfigError([f"model.policy={policy!r}: no tokenizer there ({str(error).splitlines()[0]})"]) from error
+        no_tokenizer = f"model.policy={policy!r}: no tokenizer there ({_first_line(error)}); save one beside the model"
+        raise ConfigError(policy_problems(policy) or [no_tokenizer]) from error
 
 
 def load_causal_lm(policy: str, attention: str) -> PreTrainedModel:

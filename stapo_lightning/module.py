@@ -135,7 +135,7 @@ class StapoModule(L.LightningModule):
         """
         found = self._problems(stage)
         if found:
-            raise ConfigError(found)
+            raise ConfigError(list(dict.fromkeys(found)))
         if type(self.trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             self.trainer.strategy.checkpoint_io = AtomicCheckpointIO()
 
@@ -176,6 +176,11 @@ class StapoModule(L.LightningModule):
         if self.trainer.world_size > 1 and self.trainer._accelerator_connector.use_distributed_sampler:
             found.append("trainer.use_distributed_sampler=true: the prompts are already split over ranks; set it to false")
         updates = self.plan().updates_per_rollout if not self.plan().problems() else 1
+        if self.trainer.max_steps > 0 and self.trainer.max_steps % updates:
+            found.append(
+                f"trainer.max_steps={self.trainer.max_steps}: a run ends between rollouts; make it a multiple of the"
+                f" {updates} updates per rollout"
+            )
         for callback in self.trainer.checkpoint_callbacks:
             every = getattr(callback, "_every_n_train_steps", 0)
             if every and every % updates:

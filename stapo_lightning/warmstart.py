@@ -64,10 +64,10 @@ def warm_start(
     output: str,
     policy: str | None = None,
     prompts: PromptSource | None = None,
-    updates: int = 1500,
+    updates: int = 800,
     batch_size: int = 128,
     lr: float = 3e-3,
-    junk: float = 0.005,
+    junk: float = 0.01,
     seed: int = 0,
 ) -> None:
     """Trains on worked solutions and saves model and tokenizer as a Hugging Face folder.
@@ -76,7 +76,7 @@ def warm_start(
         output: Folder to write.
         policy: Folder or hub id to start from; null makes a tiny Qwen3 with random weights and its own tokenizer.
         prompts: Problems with worked solutions; null takes 40,000 of the arithmetic split "warmstart",
-            22 % of their steps with a slip.
+            20 % of their steps with a slip.
         updates: Optimiser steps.
         batch_size: Solutions of one step.
         lr: Highest learning rate of AdamW; 20 warm-up steps, then a cosine to a tenth of it.
@@ -87,7 +87,7 @@ def warm_start(
     source = random.Random(seed)
     tokenizer = arithmetic_tokenizer() if policy is None else load_tokenizer(policy)
     model = tiny_qwen3(tokenizer) if policy is None else load_causal_lm(policy, "sdpa")
-    problems = (prompts or ArithmeticPrompts("warmstart", 40000, slips=0.22)).load()
+    problems = (prompts or ArithmeticPrompts("warmstart", 40000, slips=0.2)).load()
     schedule = CosineWithWarmup(updates, 20, final=0.1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
     for update in range(updates):

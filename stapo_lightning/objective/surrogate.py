@@ -55,7 +55,7 @@ class Clipped(Surrogate):
         ratio = log_ratio.detach().exp()
         low = (advantages < 0) & (ratio < 1 - self.clip_low)
         high = (advantages > 0) & (ratio > 1 + self.clip_high)
-        bound = torch.where(low, 1 - self.clip_low, 1 + self.clip_high).to(ratio.dtype)
+        bound = torch.full_like(ratio, 1 + self.clip_high).masked_fill(low, 1 - self.clip_low)
         return SurrogateOutput(_flat_where(low | high, bound, log_ratio, advantages), ratio, low, high)
 
 
@@ -78,5 +78,5 @@ class DualClipped(Surrogate):
         low = (advantages < 0) & (ratio < 1 - self.clip_low)
         high = (advantages > 0) & (ratio > 1 + self.clip_high)
         dual = (advantages < 0) & (ratio > self.dual_clip)
-        bound = torch.where(low, 1 - self.clip_low, torch.where(dual, self.dual_clip, 1 + self.clip_high)).to(ratio.dtype)
+        bound = torch.full_like(ratio, 1 + self.clip_high).masked_fill(low, 1 - self.clip_low).masked_fill(dual, self.dual_clip)
         return SurrogateOutput(_flat_where(low | high | dual, bound, log_ratio, advantages), ratio, low, high | dual)

@@ -1,0 +1,233 @@
+"""What is logged: sums over sums."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from stapo_lightning.batch import EvalSamples, TokenScores, UpdateRecord
+from stapo_lightning.metrics import (
+    AccuracyMetrics,
+    MismatchMetrics,
+    RolloutMetrics,
+    UpdateMetrics,
+    pass_at_k,
+    powers_of_two,
+)
+from tests.builders import rollout_batch
+
+NAN = float("nan")
+
+
+# ---- accuracy -------------------------------------------------------------------------------------------------------
+
+
+def test_pass_at_k_of_cases_md():
+    # n = 4, one correct: 1 - C(3, k) / C(4, k) = 1 - 3/4, 1 - 3/6, 1 - 0; k = 8 left out.
+    assert [pass_at_k(1, 4, k) for k in (1, 2, 4)] == [0.25, 0.5, 1.0]
+    assert powers_of_two(4) == [1, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("samples", "expected"), [(1, [1]), (2, [1, 2]), (3, [1, 2]), (6, [1, 2, 4]), (32, [1, 2, 4, 8, 16, 32])]
+)
+def test_powers_of_two(samples, expected):
+    assert powers_of_two(samples) == expected
+
+
+@pytest.mark.parametrize("correct", range(7))
+@pytest.mark.parametrize("k", [1, 2, 3, 6])
+def test_pass_at_k_counts_all_subsets(correct, k):
+    subsets = list(itertools.combinations([True] * correct + [False] * (6 - correct), k))
+    assert pass_at_k(correct, 6, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
+
+
+def _samples(correct, lengths, truncated):
+    correct = torch.tensor(correct).bool()
+    return EvalSamples("greedy", correct, [], torch.tensor(truncated).bool(), torch.tensor(lengths))
+
+
+def test_accuracy():
+    # Three problems with 1, 4 and 0 of 4 correct, in two batches.
+    metrics = AccuracyMetrics(samples=4)
+    metrics.update(_samples([[1, 0, 0, 0], [1, 1, 1, 1]], [[1, 2, 3, 4], [5, 5, 5, 5]], [[1, 0, 0, 0], [0, 0, 0, 0]]))
+    metrics.update(_samples([[0, 0, 0, 0]], [[10, 10, 10, 10]], [[1, 1, 0, 0]]))
+    assert metrics.compute() == pytest.approx(
+        {
+            "avg@4": 5 / 12,
+            "pass@1": 5 / 12,  # (0.25 + 1 + 0) / 3
+            "pass@2": 0.5,  # (0.5 + 1 + 0) / 3
+            "pass@4": 2 / 3,
+            "length_mean": 70 / 12,
+            "truncated_fraction": 0.25,
+        },
+        abs=1e-12,
+    )
+    metrics.reset()
+    metrics.update(_samples([[1, 1, 1, 1]], [[1, 1, 1, 1]], [[0, 0, 0, 0]]))
+    assert metrics.compute()["avg@4"] == 1.0
+
+
+def test_accuracy_of_one_sample_has_no_pass_at_k():
+    metrics = AccuracyMetrics(samples=1)
+    metrics.update(_samples([[1], [0]], [[3], [5]], [[0], [1]]))
+    assert metrics.compute() == {"avg@1": 0.5, "length_mean": 4.0, "truncated_fraction": 0.5}
+
+
+# ---- rollouts -------------------------------------------------------------------------------------------------------
+
+
+def _rollout():
+    batch = rollout_batch([0.0] * 8, [1, 2, 3, 4, 5, 6, 7, 12], group_size=4)
+    batch.rewards = torch.tensor([1.0, 0.0, NAN, 1.0, 0.7, 0.7, 0.7, 0.7])
+    batch.truncated[7] = True
+    batch.reward_errors, batch.reward_timeouts = 1, 2
+    batch.rollout_seconds, batch.reward_seconds = 4.0, 0.5
+    return batch
+
+
+def test_rollout():
+    metrics = RolloutMetrics()
+    metrics.update(_rollout())
+    # Seven valid: mean 4.8 / 7 = 0.685714; squares 1 + 1 + 4 * 0.49 = 3.96; (3.96 - 4.8^2 / 7) / 6 = 0.111429.
+    assert metrics.compute() == pytest.approx(
+        {
+            "reward/mean": 4.8 / 7,
+            "reward/std": ((3.96 - 4.8**2 / 7) / 6) ** 0.5,
+            "reward/zero_std_groups": 0.5,
+            "reward/errors": 1,
+            "reward/timeouts": 2,
+            "completion/length_mean": 5.0,
+            "completion/length_max": 12,
+            "completion/truncated_fraction": 0.125,
+            "rollout/tokens_per_second": 10.0,
+            "time/rollout_s": 4.0,
+            "time/reward_s": 0.5,
+        },
+        abs=1e-6,
+    )
+
+
+def test_rollouts_are_pooled_and_not_averaged():
+    metrics = RolloutMetrics()
+    metrics.update(_rollout())
+    second = rollout_batch([0.0] * 4, [10, 10, 10, 20], group_size=4)
+    second.rewards = torch.tensor([1.0, 1.0, 1.0, 0.0])
+    second.rollout_seconds = 2.0
+    metrics.update(second)
+    found = metrics.compute()
+    # Eleven valid: mean 7.8 / 11, squares 6.96; three groups, one without spread; 90 tokens of twelve completions.
+    assert found["reward/mean"] == pytest.approx(7.8 / 11, abs=1e-6)
+    assert found["reward/std"] == pytest.approx(((6.96 - 7.8**2 / 11) / 10) ** 0.5, abs=1e-6)
+    assert found["reward/zero_std_groups"] == pytest.approx(1 / 3)
+    assert found["completion/length_mean"] == 7.5
+    assert found["completion/length_max"] == 20
+    assert found["time/rollout_s"] == 4.0
+
+
+def test_rollout_whose_rewards_all_failed():
+    batch = rollout_batch([0.0] * 2, [1, 1])
+    batch.rewards = torch.tensor([NAN, NAN])
+    metrics = RolloutMetrics()
+    metrics.update(batch)
+    found = metrics.compute()
+    assert (found["reward/mean"], found["reward/std"], found["reward/zero_std_groups"]) == (0.0, 0.0, 1.0)
+
+
+# ---- updates --------------------------------------------------------------------------------------------------------
+
+
+def _update():
+    """Row 0 (A = 1): an ordinary token, a silenced one, one clipped high. Row 1 (A = -2): one clipped low, one ordinary."""
+    probs = torch.tensor([[0.5, 0.001, 0.25], [0.4, 0.8, 1.0]], dtype=torch.float64)
+    old = torch.tensor([[0.5, 0.002, 0.1], [0.8, 0.8, 1.0]], dtype=torch.float64)
+    collision = torch.tensor([[0.5, 0.998, 0.3], [0.5, 0.7, 0.0]], dtype=torch.float64)
+    entropy = torch.tensor([[0.7, 0.01, 1.2], [0.6, 0.5, 0.0]], dtype=torch.float64)
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    batch = rollout_batch([1.0, -2.0], [3, 2], old.log())
+    silenced = torch.zeros(2, 3, dtype=torch.bool)
+    silenced[0, 1] = True
+    clipped_low, clipped_high = torch.zeros_like(silenced), torch.zeros_like(silenced)
+    clipped_low[1, 0] = clipped_high[0, 2] = True
+    record = UpdateRecord(
+        scores=TokenScores(probs.log(), entropy, collision),
+        silenced=silenced,
+        candidates=silenced.clone(),
+        ratio=torch.where(mask, probs / old, 1.0),
+        clipped=clipped_low | clipped_high,
+        updates=(1, 1),
+    )
+    return batch, record, clipped_low
+
+
+def test_update():
+    batch, record, clipped_low = _update()
+    record.candidates[0, 0] = True
+    metrics = UpdateMetrics()
+    kl = torch.tensor([[0.1, 0.2, 0.3], [0.4, 0.5, 0.0]])
+    metrics.update(batch, record, clipped_low, kl)
+    # log-prob differences: 0, -ln 2, ln 2.5, -ln 2, 0. Squared gradients w^2 (1 - 2p + c): 1 * 0.5; 0.25 * 1.996 = 0.499
+    # (silenced); 0 clipped; 0 clipped; 4 * (1 - 1.6 + 0.7) = 0.4. Share 0.499 / 1.399.
+    assert metrics.compute() == pytest.approx(
+        {
+            "policy/entropy": 3.01 / 5,
+            "policy/ppo_kl": (2 * math.log(2) - math.log(2.5)) / 5,
+            "policy/clip_fraction_low": 0.2,
+            "policy/clip_fraction_high": 0.2,
+            "policy/kl_ref": 0.3,
+            "s2t/silenced_fraction": 0.2,
+            "s2t/silenced_count": 1,
+            "s2t/candidate_fraction": 0.4,
+            "s2t/grad_share": 0.499 / 1.399,
+            "s2t/mean_probability": 0.001,
+            "s2t/mean_entropy": 0.01,
+        },
+        abs=1e-7,
+    )
+
+
+def test_updates_are_weighted_by_their_tokens():
+    batch, record, clipped_low = _update()
+    metrics = UpdateMetrics()
+    metrics.update(batch, record, clipped_low, None)
+    # The second row alone: two tokens of entropy 0.6 and 0.5, nothing silenced.
+    row = torch.tensor([1])
+    alone = UpdateRecord(
+        record.scores.rows(row),
+        record.silenced[row],
+        record.candidates[row],
+        record.ratio[row],
+        record.clipped[row],
+        (2, 2),
+    )
+    metrics.update(batch.rows(row), alone, clipped_low[row], None)
+    found = metrics.compute()
+    assert found["policy/entropy"] == pytest.approx((3.01 + 1.1) / 7, abs=1e-12)
+    assert found["s2t/silenced_fraction"] == pytest.approx(1 / 7, abs=1e-12)
+    assert found["s2t/grad_share"] == pytest.approx(0.499 / 1.799, abs=1e-12)
+
+
+def test_nothing_silenced_has_no_mean():
+    batch, record, clipped_low = _update()
+    record.silenced.zero_()
+    metrics = UpdateMetrics()
+    metrics.update(batch, record, clipped_low, None)
+    found = metrics.compute()
+    assert "s2t/mean_probability" not in found and "s2t/mean_entropy" not in found
+    assert found["s2t/silenced_count"] == 0 and found["s2t/grad_share"] == 0.0
+    assert found["policy/kl_ref"] == 0.0
+
+
+def test_mismatch():
+    # |differences| 0, ln 2, ln 2.5, ln 2, 0 over five tokens.
+    batch, record, _ = _update()
+    metrics = MismatchMetrics()
+    metrics.update(batch, record.scores.log_probs)
+    assert metrics.compute() == pytest.approx(
+        {
+            "rollout/logprob_diff_mean": (2 * math.log(2) + math.log(2.5)) / 5,
+            "rollout/logprob_diff_max": math.log(2.5),
+        },
+        abs=1e-7,
+    )
