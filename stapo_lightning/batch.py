@@ -257,6 +257,10 @@ class EvalBatch:
     uids: list[int]
     samples: Sequence[EvalSamples]
 
+    def to(self, *_: Any, **__: Any) -> EvalBatch:
+        """The batch itself: it is on the CPU already. Lightning moves the predictions of `predict` there."""
+        return self
+
 
 def pad_rows(tensors: Sequence[Tensor], width: int | None = None) -> Tensor:
     """Stacks [*, T_i] tensors of different T_i along rows, padded with 0 on the right to `width` or the longest."""

@@ -115,25 +115,36 @@ def _quieten() -> None:
     transformers_logging.disable_progress_bar()
 
 
+def run(args: Sequence[str] | None = None, cli_class: type[StapoCLI] = StapoCLI) -> StapoCLI:
+    """Parses, builds and runs; errors come out as exceptions.
+
+    Args:
+        args: Command-line arguments; None takes sys.argv.
+        cli_class: StapoCLI, or a subclass that changes a step of it.
+    """
+    # Paths inside a config are read from where the command is started, also with the omegaconf parser.
+    set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
+    return cli_class(
+        StapoModule,
+        RolloutDataModule,
+        save_config_callback=SaveRunConfig,
+        seed_everything_default=1,
+        trainer_defaults={"use_distributed_sampler": False},
+        parser_kwargs={"parser_mode": "omegaconf+", "prog": "stapo"},
+        auto_configure_optimizers=False,
+        args=list(args) if args is not None else None,
+    )
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """Console script `stapo`; also `python -m stapo_lightning`.
 
     Args:
-        args: Command-line arguments; default sys.argv.
+        args: Command-line arguments; None takes sys.argv.
     """
-    set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
     _quieten()
     try:
-        StapoCLI(
-            StapoModule,
-            RolloutDataModule,
-            save_config_callback=SaveRunConfig,
-            seed_everything_default=1,
-            trainer_defaults={"use_distributed_sampler": False},
-            parser_kwargs={"parser_mode": "omegaconf+", "prog": "stapo"},
-            auto_configure_optimizers=False,
-            args=list(args) if args is not None else None,
-        )
+        run(args)
     except StapoError as error:
         print(f"stapo: {error}", file=sys.stderr)
         sys.exit(2)

@@ -127,6 +127,26 @@ class StapoModule(L.LightningModule):
 
     # ---- setup ------------------------------------------------------------------------------------------------------
 
+    def configure_callbacks(self) -> list[L.Callback]:
+        """Adds none. It is the first hook of a run, ahead of Lightning's own check, whose error names no way out.
+
+        Raises:
+            ConfigError: The Trainer is asked to do what belongs to this module, as optimisation is manual.
+        """
+        found = []
+        if self.trainer.gradient_clip_val:
+            found.append(
+                f"trainer.gradient_clip_val={self.trainer.gradient_clip_val}: leave it out and set model.max_grad_norm"
+            )
+        if self.trainer.accumulate_grad_batches != 1:
+            found.append(
+                f"trainer.accumulate_grad_batches={self.trainer.accumulate_grad_batches}: leave it out; model.prompts_per_update"
+                " sets the size of an update and model.tokens_per_micro_batch how it is cut to fit the memory"
+            )
+        if found:
+            raise ConfigError(found)
+        return []
+
     def setup(self, stage: str) -> None:
         """Checks the whole configuration before any weights are loaded.
 
@@ -437,8 +457,12 @@ class StapoModule(L.LightningModule):
             values: dict[str, float] = metric.compute()  # type: ignore[operator]
             results |= {f"{stage}/{name}/{key}": value for key, value in values.items()}
         self.eval_results = results
-        self._to_loggers(results)
-        self._to_callbacks(results)
+        if self.trainer.state.fn == "fit":
+            self._to_loggers(results)
+            self._to_callbacks(results)
+        else:
+            # Lightning's own way: it also prints the table and returns the results.
+            self.log_dict(results, batch_size=1)
 
     # ---- logging and state ------------------------------------------------------------------------------------------
 

@@ -139,7 +139,7 @@ def test_rollout_whose_rewards_all_failed():
 
 
 def _update():
-    """Row 0 (A = 1): an ordinary token, a silenced one, one clipped high. Row 1 (A = -2): one clipped low, one ordinary."""
+    """Row 0 (A = 1): an ordinary token, a silenced one, one clipped high. Row 1 (A = -2): one clipped low, one not."""
     probs = torch.tensor([[0.5, 0.001, 0.25], [0.4, 0.8, 1.0]], dtype=torch.float64)
     old = torch.tensor([[0.5, 0.002, 0.1], [0.8, 0.8, 1.0]], dtype=torch.float64)
     collision = torch.tensor([[0.5, 0.998, 0.3], [0.5, 0.7, 0.0]], dtype=torch.float64)
@@ -167,8 +167,8 @@ def test_update():
     metrics = UpdateMetrics()
     kl = torch.tensor([[0.1, 0.2, 0.3], [0.4, 0.5, 0.0]])
     metrics.update(batch, record, clipped_low, kl)
-    # log-prob differences: 0, -ln 2, ln 2.5, -ln 2, 0. Squared gradients w^2 (1 - 2p + c): 1 * 0.5; 0.25 * 1.996 = 0.499
-    # (silenced); 0 clipped; 0 clipped; 4 * (1 - 1.6 + 0.7) = 0.4. Share 0.499 / 1.399.
+    # log-prob differences: 0, -ln 2, ln 2.5, -ln 2, 0. Squared gradients w^2 (1 - 2p + c): 0.5; 0.25 * 1.996 = 0.499,
+    # silenced; 0, clipped; 0, clipped; 4 * (1 - 1.6 + 0.7) = 0.4. Share 0.499 / 1.399.
     assert metrics.compute() == pytest.approx(
         {
             "policy/entropy": 3.01 / 5,

@@ -1,5 +1,7 @@
 """Learning-rate factors."""
 
+import itertools
+
 import pytest
 
 from stapo_lightning.schedule import ConstantWithWarmup, CosineWithWarmup
@@ -18,7 +20,7 @@ def test_constant_without_warm_up(warmup):
 
 
 def test_cosine():
-    # Rise to 1 at update 9; then 0.1 + 0.9 (1 + cos(pi (n - 10) / 100)) / 2: n = 35 is a quarter, cos(pi / 4) = 0.707107.
+    # Rise to 1 at update 9, then 0.1 + 0.9 (1 + cos(pi (n - 10) / 100)) / 2: at n = 35 cos(pi / 4) = 0.707107.
     schedule = CosineWithWarmup(total_updates=110, warmup_updates=10, final=0.1)
     found = [schedule(n) for n in (0, 4, 9, 10, 35, 60, 110, 111, 10_000)]
     expected = [0.1, 0.5, 1.0, 1.0, 0.1 + 0.45 * 1.70710678, 0.55, 0.1, 0.1, 0.1]
@@ -27,7 +29,7 @@ def test_cosine():
 
 def test_cosine_never_rises_after_the_warm_up():
     values = [CosineWithWarmup(50, 5)(n) for n in range(4, 60)]
-    assert all(later <= earlier for earlier, later in zip(values, values[1:], strict=False))
+    assert all(later <= earlier for earlier, later in itertools.pairwise(values))
     assert values[-1] == 0.0
 
 

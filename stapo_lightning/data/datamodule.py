@@ -203,10 +203,9 @@ class RolloutDataModule(L.LightningDataModule):
 
     def _eval_loader(self, name: str) -> DataLoader[Any]:
         prompts = self.loaded[name]
-        numbers = range(self.trainer.global_rank, len(prompts), self.trainer.world_size)  # type: ignore[union-attr]
-        step = self.eval_prompts_per_batch
-        batches = [[(i, i) for i in numbers[at : at + step]] for at in range(0, len(numbers), step)]
-        return DataLoader(prompts, batch_sampler=batches, collate_fn=collate)  # type: ignore[arg-type]
+        mine = range(self.trainer.global_rank, len(prompts), self.trainer.world_size)  # type: ignore[union-attr]
+        rows = [prompts[number, number] for number in mine]
+        return DataLoader(rows, batch_size=self.eval_prompts_per_batch, collate_fn=collate)  # type: ignore[arg-type]
 
     def state_dict(self) -> dict[str, Any]:
         """Where the prompt stream stands: all that a resume needs."""

@@ -47,7 +47,7 @@ def test_micro_batches_do_not_show(aggregation, expected):
 
 
 def test_token_mean_drops_silenced_tokens_from_numerator_and_denominator():
-    # A = -1: nine tokens on policy with loss 1, one with ratio 100 and loss 100, silenced: 9 / 9 and not 9 / 10 or 109 / 10.
+    # A = -1: nine tokens on policy with loss 1, one with ratio 100 and loss 100, silenced: 9 / 9 and not 109 / 10.
     old = torch.zeros(1, 10, dtype=torch.float64)
     old[0, 4] = -math.log(100)
     batch = rollout_batch([-1.0], [10], old)

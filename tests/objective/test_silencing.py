@@ -64,7 +64,7 @@ def _truth_table(advantages):
 
 def test_truth_table():
     batch, scores = _truth_table([1.0, 0.0, -1.0, 0.5])
-    # Z = e^10 + 3 = 22029.47: p = 1 / Z = 4.539e-5, H = ln Z - 10 e^10 / Z = 1.498003e-3. Uniform: p = 0.001, H = ln 1000.
+    # Z = e^10 + 3 = 22029.47: p = 1 / Z = 4.5394e-5, H = ln Z - 10 e^10 / Z = 1.498003e-3. Uniform: H = ln 1000.
     assert scores.probs[0].tolist() == pytest.approx([4.5394e-5, 0.001], rel=1e-4)
     assert scores.entropy[0].tolist() == pytest.approx([1.498003e-3, 6.907755], rel=1e-6)
     selection = S2T(tau_p=0.002, q=0.75)(batch, scores, RANKS, 0)
@@ -113,7 +113,7 @@ def test_threshold_is_taken_over_the_candidates_alone():
 
 
 def test_threshold_spans_the_completions_of_the_mini_batch():
-    # Candidates 0.1 (row 0) and 5.0 (row 1): tau_h = 0.1 + 0.75 * 4.9 = 3.775. Each row alone would keep its one candidate.
+    # Candidates 0.1 (row 0) and 5 (row 1): tau_h = 0.1 + 0.75 * 4.9 = 3.775. A row alone would keep its one candidate.
     selection = _select(S2T(), [[1e-4, 0.5], [1e-4, 0.5]], [[0.1, 0.0], [5.0, 0.0]], advantages=[1.0, 2.0])
     assert selection.tau_h.item() == pytest.approx(3.775, abs=1e-12)
     assert selection.silenced.tolist() == [[True, False], [False, False]]

@@ -1,0 +1,258 @@
+"""What a user types and what comes back."""
+
+import json
+import os
+
+import pytest
+import torch
+
+from stapo_lightning.cli import StapoCLI, resume_last
+from stapo_lightning.errors import StapoError
+from tests.cli import ROOT, parse, stapo
+
+QUICK = "configs/quickstart.yaml"
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["--model.eps_hihg=0.3", "--model.surrogate.clip_hihg=0.3", "--data.sampling.temprature=1", "--trainer.max_stepz=3"],
+)
+def test_a_typo_exits_with_2_and_names_the_key(flag, capfd):
+    with pytest.raises(SystemExit) as stopped:
+        parse(QUICK, flags=(flag,))
+    assert stopped.value.code == 2
+    key = flag.split("=")[0].rsplit(".", 1)[1]
+    assert key in capfd.readouterr().err
+
+
+def test_a_typo_inside_a_file_exits_with_2_and_names_the_key(tmp_path, capfd):
+    overlay = tmp_path / "typo.yaml"
+    overlay.write_text("model: {selector: {class_path: stapo_lightning.objective.S2T, init_args: {tau_q: 0.1}}}")
+    with pytest.raises(SystemExit) as stopped:
+        parse(QUICK, str(overlay))
+    assert stopped.value.code == 2
+    assert "tau_q" in capfd.readouterr().err
+
+
+def test_a_wrong_type_is_refused(capfd):
+    with pytest.raises(SystemExit):
+        parse(QUICK, flags=("--data.group_size=eight",))
+    assert "group_size" in capfd.readouterr().err
+
+
+def test_interpolation_follows_the_command_line(tmp_path):
+    # The trap of parser_mode "omegaconf": each file is resolved alone, and the override would come too late.
+    overlay = tmp_path / "linked.yaml"
+    overlay.write_text("model: {prompts_per_update: 16}\ndata: {prompts_per_batch: '${model.prompts_per_update}'}")
+    config = parse(QUICK, str(overlay), flags=("--model.prompts_per_update=4",))
+    assert (config.model.prompts_per_update, config.data.prompts_per_batch) == (4, 4)
+
+
+def test_callbacks_can_be_appended():
+    config = parse(QUICK, flags=("--trainer.callbacks+=lightning.pytorch.callbacks.Timer",))
+    paths = [callback.class_path for callback in config.trainer.callbacks]
+    assert paths[0] == "lightning.pytorch.callbacks.RichProgressBar"
+    assert paths[-1] == "lightning.pytorch.callbacks.Timer"
+
+
+def test_short_class_names_are_enough():
+    config = parse(QUICK, flags=("--model.selector=AllCandidates", "--model.selector.tau_p=0.01"))
+    assert config.model.selector.class_path.endswith("AllCandidates")
+    assert config.model.selector.init_args.tau_p == 0.01
+
+
+def _untyped(parser) -> list[str]:
+    ours = [action for action in parser._actions if action.dest.startswith(("model.", "data."))]
+    assert len(ours) > 30
+    return [action.dest for action in ours if not action.help or "%(type" not in (action.help + "%(type") or action.help == ""]
+
+
+def test_every_argument_of_ours_is_described():
+    printed = stapo("fit", "--help").stdout
+    for argument in ("--model.policy", "--model.kl_coef", "--data.group_size", "--data.sampling.temperature"):
+        assert argument in printed
+    # "(required, type: ...)" or "(type: ..., default: ...)" with nothing before it means: no description.
+    lines = [line.strip() for line in printed.splitlines()]
+    for number, line in enumerate(lines):
+        if line.startswith(("--model.", "--data.")) and ".help" not in line:
+            described = " ".join(lines[number : number + 3])
+            text = described.split("  ", 1)[-1] if "  " in described else described
+            assert not text.lstrip().startswith("(type"), line
+
+
+def test_top_level_help_names_the_subcommands():
+    printed = stapo("--help").stdout
+    for subcommand in ("fit", "validate", "test", "predict"):
+        assert subcommand in printed
+
+
+def test_all_problems_come_in_one_error_without_a_traceback(tmp_path):
+    done = stapo(
+        "fit", "--config", QUICK, "--data.group_size=1", "--model.prompts_per_update=5", "--model.policy=/no/such/model",
+        f"--trainer.logger.save_dir={tmp_path}",
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "3 problems in the configuration" in done.stderr
+    for expected in (
+        "data.group_size=1: must be at least 2",
+        "model.prompts_per_update=5 does not divide data.prompts_per_batch=16",
+        "model.policy='/no/such/model': no such folder",
+    ):
+        assert expected in done.stderr
+
+
+def test_gradient_clipping_of_the_trainer_is_refused_with_our_option(tmp_path):
+    done = stapo("fit", "--config", QUICK, "--trainer.gradient_clip_val=1.0", f"--trainer.logger.save_dir={tmp_path}")
+    assert done.returncode == 2
+    assert "model.max_grad_norm" in done.stderr
+
+
+def test_accumulation_of_the_trainer_is_refused_with_our_option(tmp_path):
+    done = stapo("fit", "--config", QUICK, "--trainer.accumulate_grad_batches=2", f"--trainer.logger.save_dir={tmp_path}")
+    assert done.returncode == 2
+    assert "model.tokens_per_micro_batch" in done.stderr
+
+
+def _last(config, subcommand="fit"):
+    config.ckpt_path = "last"
+    resume_last(config, subcommand)
+    return config
+
+
+def _fake_run(root, name, checkpoint=True, config=True):
+    run = root / "quickstart" / name
+    (run / "checkpoints").mkdir(parents=True)
+    if config:
+        (run / "config.yaml").write_text("")
+    if checkpoint:
+        (run / "checkpoints" / "last.ckpt").write_text("")
+    return run
+
+
+def test_last_is_the_newest_run(tmp_path):
+    _fake_run(tmp_path, "version_2")
+    newest = _fake_run(tmp_path, "version_10")
+    _fake_run(tmp_path, "version_11", config=False)  # made by `stapo test`, not by a fit
+    config = _last(parse(QUICK, flags=(f"--trainer.logger.save_dir={tmp_path}",)))
+    assert config.ckpt_path == str(newest / "checkpoints" / "last.ckpt")
+    assert config.trainer.logger.init_args.version == "version_10"
+
+
+def test_last_never_falls_back_to_an_older_run(tmp_path):
+    _fake_run(tmp_path, "version_0")
+    _fake_run(tmp_path, "version_1", checkpoint=False)
+    config = _last(parse(QUICK, flags=(f"--trainer.logger.save_dir={tmp_path}",)))
+    assert config.ckpt_path is None
+    assert config.trainer.logger.init_args.version == "version_1"
+    with pytest.raises(StapoError, match=r"version_1/checkpoints/last\.ckpt does not exist"):
+        _last(parse(QUICK, flags=(f"--trainer.logger.save_dir={tmp_path}",)), "test")
+
+
+def test_last_without_a_run_says_so(tmp_path):
+    with pytest.raises(StapoError, match="no run under"):
+        _last(parse(QUICK, flags=(f"--trainer.logger.save_dir={tmp_path}",)))
+
+
+def test_the_cli_links_nothing():
+    # A value written in a config for the target of a link would be ignored in silence.
+    assert StapoCLI.add_arguments_to_parser.__code__.co_names == ()
+
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory):
+    """A short run of the quickstart through all four subcommands."""
+    folder = tmp_path_factory.mktemp("cli")
+    small = (
+        "--config", QUICK, f"--trainer.logger.save_dir={folder}", "--data.val_prompts.size=8", "--data.test_prompts.size=8",
+        "--data.predict_prompts.size=4",
+    )  # fmt: skip
+    outputs = {"fit": stapo("fit", *small, "--trainer.max_steps=4", "--trainer.val_check_interval=2")}
+    for subcommand in ("validate", "test", "predict"):
+        outputs[subcommand] = stapo(subcommand, *small, "--ckpt_path=last")
+    for name, done in outputs.items():
+        assert done.returncode == 0, (name, done.stdout[-2000:], done.stderr[-2000:])
+    return folder / "quickstart" / "version_0", {name: done.stdout + done.stderr for name, done in outputs.items()}
+
+
+def test_fit_prints_sizes_results_and_where_things_lie(fitted):
+    run, outputs = fitted
+    text = outputs["fit"]
+    assert text.count("16 prompts x 8 completions = 128 sequences") == 1
+    for expected in ("val/sampled/avg@4", "before", "after", "held-out results after 4 updates", "silenced", str(run)):
+        assert expected in text, text
+    assert f"tensorboard --logdir {run.parent}" in text
+    assert "Warning" not in text
+    assert "warn" not in text.lower(), text
+
+
+def test_validate_and_test_print_their_results(fitted):
+    _, outputs = fitted
+    assert "val/sampled/avg@4" in outputs["validate"]
+    assert "test/sampled/pass@4" in outputs["test"]
+
+
+def test_predict_writes_jsonl(fitted):
+    run, _ = fitted
+    rows = [json.loads(line) for line in (run / "predictions.jsonl").read_text().splitlines()]
+    assert len(rows) == 4
+    assert set(rows[0]) == {
+        "source", "prompt_number", "prompt", "answer", "completion", "correct", "tokens", "truncated",
+    }  # fmt: skip
+    for row in rows:
+        assert row["correct"] == (f"\\boxed{{{row['answer']}}}" in row["completion"])
+
+
+def test_the_run_folder_holds_the_whole_configuration(fitted):
+    run, _ = fitted
+    config = parse(str(run / "config.yaml"))
+    assert config.model.selector.init_args.tau_p == 0.002
+    assert config.trainer.max_steps == 4
+
+
+def test_the_exported_policy_loads_and_generates_in_transformers(fitted):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run, _ = fitted
+    model = AutoModelForCausalLM.from_pretrained(run / "policy")
+    tokenizer = AutoTokenizer.from_pretrained(run / "policy")
+    trained = torch.load(run / "checkpoints" / "last.ckpt")["state_dict"]["policy.model.embed_tokens.weight"]
+    assert torch.equal(model.get_input_embeddings().weight, trained)
+    encoded = tokenizer("From 7: +5, *3.\n", return_tensors="pt")
+    generated = model.generate(**encoded, max_new_tokens=40, do_sample=False)
+    text = tokenizer.decode(generated[0, encoded["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert "Answer \\boxed{" in text
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id
+
+
+def test_tensorboard_holds_every_tag(fitted):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run, _ = fitted
+    events = EventAccumulator(str(run))
+    events.Reload()
+    expected = {
+        "reward/mean", "reward/std", "reward/zero_std_groups", "reward/errors", "reward/timeouts",
+        "policy/entropy", "policy/loss", "policy/ppo_kl", "policy/clip_fraction_low", "policy/clip_fraction_high",
+        "policy/grad_norm", "policy/lr", "policy/skipped_steps",
+        "s2t/silenced_fraction", "s2t/silenced_count", "s2t/candidate_fraction", "s2t/tau_h", "s2t/mean_probability",
+        "s2t/mean_entropy", "s2t/grad_share",
+        "completion/length_mean", "completion/length_max", "completion/truncated_fraction",
+        "rollout/logprob_diff_mean", "rollout/logprob_diff_max", "rollout/tokens_per_second",
+        "time/rollout_s", "time/reward_s", "time/score_s", "time/update_s", "time/step_s",
+        "val/greedy/avg@1", "val/sampled/avg@4", "val/sampled/pass@4",
+    }  # fmt: skip
+    assert expected <= set(events.Tags()["scalars"]), expected - set(events.Tags()["scalars"])
+    steps = [event.step for event in events.Scalars("val/sampled/avg@4")]
+    assert steps[:3] == [0, 2, 4]  # before the first update, then every second rollout
+    assert [event.step for event in events.Scalars("reward/mean")] == [1, 2, 3, 4]
+    assert any("config" in tag for tag in events.Tags()["tensors"])
+    assert any("completions" in tag for tag in events.Tags()["tensors"])
+
+
+def test_a_second_run_gets_its_own_folder(fitted):
+    run, _ = fitted
+    folder = run.parents[1]
+    done = stapo("fit", "--config", QUICK, f"--trainer.logger.save_dir={folder}", "--trainer.max_steps=1", "--trainer.limit_val_batches=0")
+    assert done.returncode == 0, done.stderr
+    assert os.path.exists(run.parent / "version_1" / "config.yaml")

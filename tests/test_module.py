@@ -1,0 +1,290 @@
+"""The optimiser step: what must not change it, what must be skipped, what must be checked first."""
+
+import copy
+
+import lightning as L
+import pytest
+import torch
+
+from stapo_lightning.batch import RolloutBatch, UpdateRecord
+from stapo_lightning.data import ArithmeticPrompts
+from stapo_lightning.errors import ConfigError, NonFiniteError, RewardError
+from stapo_lightning.objective import S2T, RandomCandidates, SequenceMean, Surrogate
+from stapo_lightning.objective.surrogate import SurrogateOutput
+from stapo_lightning.rewards import BoxedMatch, Reward
+from stapo_lightning.rollout import Sampling
+from tests.doubles import Recorder, datamodule, module, parameters, trainer
+
+
+class Replay(L.LightningDataModule):
+    """Gives the module one ready RolloutBatch."""
+
+    def __init__(self, batch: RolloutBatch) -> None:
+        super().__init__()
+        self.batch = batch
+        self.prompts_per_batch = len(batch) // batch.group_size
+        self.group_size = batch.group_size
+        self.max_prompt_tokens = 32
+        self.sampling = Sampling(max_new_tokens=40)
+
+    def problems(self, world_size: int) -> list[str]:
+        return []
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader([0])
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return self.batch
+
+
+@pytest.fixture(scope="module")
+def rollout(tmp_path_factory):
+    """A real rollout batch of 8 prompts x 4 completions, off-policy by a little so that ratios differ from 1."""
+    recorder = Recorder()
+    run = trainer(tmp_path_factory.mktemp("rollout"), max_steps=2, callbacks=[recorder])
+    run.fit(module(), datamodule=datamodule())
+    batch = recorder.batches[0]
+    assert (batch.advantages > 0).any()
+    noise = torch.rand(batch.old_log_probs.shape, generator=torch.Generator().manual_seed(0)) - 0.5
+    batch.old_log_probs = torch.where(batch.completion_mask, batch.old_log_probs + 0.5 * noise, 0.0)
+    return batch
+
+
+def update(folder, batch: RolloutBatch, **settings) -> tuple[torch.Tensor, UpdateRecord, dict[str, float]]:
+    """The change of all parameters (SGD: 10 times the gradient), the record and the metrics of one update on `batch`."""
+    recorder = Recorder()
+    # A large rate, so that the parameters' own rounding (6e-8 below 1) does not hide the gradient's.
+    settings = {"optimizer": lambda params: torch.optim.SGD(params, lr=10.0)} | settings
+    settings = {"prompts_per_update": len(batch) // batch.group_size, "selector": S2T(tau_p=0.05)} | settings
+    policy = module(**settings)
+    policy.configure_model()
+    before = parameters(policy.policy)
+    run = trainer(folder, max_steps=1, callbacks=[recorder])
+    run.fit(policy, datamodule=Replay(copy.deepcopy(batch)))
+    return parameters(policy.policy) - before, recorder.records[0], recorder.metrics[0]
+
+
+@pytest.fixture(scope="module")
+def reference(rollout, tmp_path_factory):
+    change, record, metrics = update(tmp_path_factory.mktemp("reference"), rollout, tokens_per_micro_batch=100_000)
+    assert record.silenced.sum() > 0
+    assert record.clipped.sum() > 0
+    assert change.abs().max() > 1e-1
+    return change, record, metrics
+
+
+def assert_same_update(change, reference):
+    # float32 rounding of sums in another order.
+    assert (change - reference).abs().max() <= 2e-6 * reference.abs().max()
+
+
+@pytest.mark.parametrize("budget", [40, 333, 1000])
+def test_micro_batch_budget_does_not_change_the_update(budget, rollout, reference, tmp_path):
+    change, record, metrics = update(tmp_path, rollout, tokens_per_micro_batch=budget)
+    assert_same_update(change, reference[0])
+    assert torch.equal(record.silenced, reference[1].silenced)
+    for tag in ("policy/loss", "policy/entropy", "s2t/grad_share", "policy/clip_fraction_high", "policy/grad_norm"):
+        assert metrics[tag] == pytest.approx(reference[2][tag], rel=1e-4, abs=1e-7), tag
+
+
+def test_padding_width_does_not_change_the_update(rollout, reference, tmp_path):
+    wide = copy.deepcopy(rollout)
+    for name, value in (("completion_ids", 7), ("old_log_probs", -50.0), ("prompt_ids", 9)):
+        setattr(wide, name, torch.nn.functional.pad(getattr(wide, name), (0, 13), value=value))
+    assert_same_update(update(tmp_path, wide)[0], reference[0])
+
+
+@pytest.mark.parametrize("settings", [{}, {"selector": RandomCandidates(tau_p=0.05)}, {"aggregation": SequenceMean()}])
+def test_order_inside_a_group_does_not_change_the_update(settings, rollout, tmp_path):
+    # Rows 3, 2, 1, 0 of each group of four.
+    order = torch.arange(len(rollout)).view(-1, 4).flip(1).flatten()
+    straight = update(tmp_path, rollout, **settings)
+    flipped = update(tmp_path, rollout.rows(order), **settings)
+    assert_same_update(flipped[0], straight[0])
+    assert torch.equal(flipped[1].silenced, straight[1].silenced[order])
+
+
+def test_scores_in_one_pass_equal_those_in_many(rollout, reference, tmp_path):
+    # Many micro-batches score in a separate pass without gradient; one micro-batch reuses the forward of the update.
+    record = update(tmp_path, rollout, tokens_per_micro_batch=200)[1]
+    torch.testing.assert_close(record.scores.log_probs, reference[1].scores.log_probs, atol=1e-5, rtol=0)
+    torch.testing.assert_close(record.scores.entropy, reference[1].scores.entropy, atol=1e-5, rtol=0)
+
+
+def test_equal_rewards_leave_the_policy_alone(rollout, tmp_path):
+    batch = copy.deepcopy(rollout)
+    batch.advantages = torch.zeros_like(batch.advantages)
+    change, _, metrics = update(tmp_path, batch)
+    assert change.abs().max() == 0
+    assert metrics["policy/loss"] == 0
+    assert metrics["policy/skipped_steps"] == 0
+
+
+def test_gradient_norm_is_clipped_over_all_parameters(rollout, reference, tmp_path):
+    # SGD with lr 10: the change has 10 times the norm of the clipped gradient.
+    change, _, metrics = update(tmp_path, rollout, max_grad_norm=0.01)
+    assert change.double().norm().item() == pytest.approx(10 * 0.01, rel=1e-4)
+    assert metrics["policy/grad_norm"] == pytest.approx(reference[0].double().norm().item() / 10, rel=1e-4)
+
+
+def test_grad_share_is_the_exact_share_of_the_squared_logit_gradient(rollout, reference):
+    _, record, metrics = reference
+    weight = (record.ratio * rollout.advantages[:, None]).masked_fill(record.clipped, 0.0)
+    squared = weight.square() * (1 - 2 * record.scores.probs + record.scores.collision) * rollout.completion_mask
+    expected = (squared[record.silenced].sum() / squared.sum()).item()
+    assert metrics["s2t/grad_share"] == pytest.approx(expected, rel=1e-5)
+    assert 0 < expected < 1
+
+
+class NaNLoss(Surrogate):
+    """Breaks the updates whose numbers (from 0) are listed."""
+
+    def __init__(self, broken: set[int]) -> None:
+        self.broken = broken
+        self.calls = 0
+
+    def __call__(self, log_ratio, advantages) -> SurrogateOutput:
+        # Called twice for each micro-batch: for the loss and for what is measured.
+        factor = float("nan") if self.calls // 2 in self.broken else 1.0
+        self.calls += 1
+        nothing = torch.zeros_like(log_ratio, dtype=torch.bool)
+        return SurrogateOutput(-log_ratio.exp() * advantages * factor, log_ratio.detach().exp(), nothing, nothing)
+
+
+def test_an_update_that_is_not_finite_is_skipped_and_counted(tmp_path):
+    recorder = Recorder()
+    policy = module(
+        surrogate=NaNLoss({1}), prompts_per_update=8, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1)
+    )
+    seen = []
+
+    class Snapshots(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+            seen.append(parameters(pl_module.policy))
+
+    run = trainer(tmp_path, max_steps=3, callbacks=[recorder, Snapshots()])
+    run.fit(policy, datamodule=datamodule())
+    assert torch.equal(seen[0], seen[1])  # update 2 changed nothing: no step, no decay, no moment
+    assert not torch.equal(seen[1], seen[2])
+    assert torch.isfinite(seen[2]).all()
+    assert [m["policy/skipped_steps"] for m in recorder.metrics] == [0, 1, 1]
+    assert run.global_step == 3
+
+
+def test_too_many_skipped_updates_stop_the_run_with_advice(tmp_path):
+    policy = module(surrogate=NaNLoss({1, 2, 3}), prompts_per_update=8, max_skipped_updates=3)
+    with pytest.raises(NonFiniteError, match=r"3 updates in a row.*model\.max_skipped_updates=3.*learning rate"):
+        trainer(tmp_path, max_steps=10).fit(policy, datamodule=datamodule())
+
+
+def test_the_module_leaves_the_policy_in_train_mode_without_dropout(tmp_path):
+    policy = module()
+    trainer(tmp_path, max_steps=2).fit(policy, datamodule=datamodule())
+    assert policy.policy.training
+    assert {layer.self_attn.attention_dropout for layer in policy.policy.model.layers} == {0.0}
+
+
+def test_the_reference_is_loaded_only_when_used_and_never_saved(tmp_path):
+    plain, penalised, watched = module(), module(kl_coef=0.1), module(log_kl=True)
+    metrics = {}
+    for name, policy in (("plain", plain), ("penalised", penalised), ("watched", watched)):
+        recorder = Recorder()
+        run = trainer(tmp_path, max_steps=4, callbacks=[recorder])
+        run.fit(policy, datamodule=datamodule())
+        run.save_checkpoint(tmp_path / f"{name}.ckpt")
+        metrics[name] = recorder.metrics[-1]
+    assert not plain.reference
+    assert "policy/kl_ref" not in metrics["plain"]
+    assert metrics["penalised"]["policy/kl_ref"] > 0
+    assert metrics["watched"]["policy/kl_ref"] > 0
+    keys = [set(torch.load(tmp_path / f"{name}.ckpt")["state_dict"]) for name in metrics]
+    assert keys[0] == keys[1] == keys[2]
+    # The penalty acts; watching alone does not.
+    assert torch.equal(parameters(plain.policy), parameters(watched.policy))
+    assert not torch.equal(parameters(plain.policy), parameters(penalised.policy))
+
+
+def test_rollouts_are_on_policy_and_every_update_is_recorded(tmp_path):
+    recorder = Recorder()
+    run = trainer(tmp_path, max_steps=6, callbacks=[recorder])
+    run.fit(module(), datamodule=datamodule())
+    assert run.global_step == 6
+    assert [record.updates for record in recorder.records] == [(1, 2), (3, 4), (5, 6)]
+    for batch, record, metrics in zip(recorder.batches, recorder.records, recorder.metrics, strict=True):
+        first = slice(0, 16)  # the rows of the rollout's first update: the policy that sampled is the one that is scored
+        difference = (record.scores.log_probs - batch.old_log_probs)[first].abs().max().item()
+        assert difference < 1e-5
+        assert "reward/mean" in metrics
+        later = (record.scores.log_probs - batch.old_log_probs)[16:].abs().max().item()
+        assert later > 1e-4  # the second update sees a policy that has moved
+
+
+class OneFloat(Reward):
+    """Breaks the contract."""
+
+    def __call__(self, completions):
+        return [1.0]
+
+
+def test_a_reward_of_the_wrong_shape_stops_the_run(tmp_path):
+    with pytest.raises(RewardError, match=r"OneFloat returned 1 values for 32 completions"):
+        trainer(tmp_path).fit(module(), datamodule=datamodule(reward=OneFloat()))
+
+
+class Sometimes(Reward):
+    """No verdict for every fourth completion."""
+
+    def __call__(self, completions):
+        return [None if i % 4 == 3 else float(i % 4 == 0) for i in range(len(completions))]
+
+
+def test_rows_without_a_reward_do_not_train(tmp_path):
+    recorder = Recorder()
+    trainer(tmp_path, callbacks=[recorder]).fit(module(), datamodule=datamodule(reward=Sometimes()))
+    batch = recorder.batches[0]
+    assert recorder.metrics[0]["reward/errors"] == 8  # one in each of eight groups
+    # Valid rewards of a group: 1, 0, 0. Mean 1/3, sample std sqrt(((2/3)^2 + 2 (1/3)^2) / 2) = 0.57735.
+    assert batch.advantages[:4].tolist() == pytest.approx([1.1547, -0.57735, -0.57735, 0.0], abs=1e-4)
+    assert recorder.metrics[0]["reward/mean"] == pytest.approx(1 / 3)
+
+
+def test_one_error_lists_every_problem(tmp_path):
+    data = datamodule(
+        group_size=1,
+        prompts_per_batch=10,
+        sampling=Sampling(top_p=0.9, max_new_tokens=0),
+        train_prompts=ArithmeticPrompts("train", 40, min_steps=20, max_steps=20),
+    )
+    policy = module(prompts_per_update=4, kl_coef=-1.0)
+    with pytest.raises(ConfigError) as caught:
+        trainer(tmp_path).fit(policy, datamodule=data)
+    assert policy.policy is None  # no weights were loaded
+    text = str(caught.value)
+    for expected in (
+        "7 problems",
+        "data.group_size=1: must be at least 2",
+        "model.prompts_per_update=4 does not divide data.prompts_per_batch=10",
+        "data.sampling.top_p=0.9",
+        "data.sampling.max_new_tokens=0: must be at least 1",
+        "prompts are longer than data.max_prompt_tokens=32, the longest has 64 tokens",
+        "model.kl_coef=-1.0: must be at least 0",
+    ):
+        assert expected in text, text
+
+
+def test_a_datamodule_is_needed(tmp_path):
+    with pytest.raises(ConfigError, match="no datamodule"):
+        trainer(tmp_path).fit(module(), train_dataloaders=torch.utils.data.DataLoader([0]))
+
+
+def test_validation_counts_held_out_prompts(tmp_path):
+    policy = module()
+    run = trainer(tmp_path, limit_val_batches=1.0)
+    (results,) = run.validate(policy, datamodule=datamodule(reward=BoxedMatch()), verbose=False)
+    assert results == {k: pytest.approx(v, abs=1e-6) for k, v in policy.eval_results.items()}
+    assert set(results) >= {"val/greedy/avg@1", "val/sampled/avg@2", "val/sampled/pass@1", "val/sampled/pass@2"}
+    # 12 prompts: greedy accuracy is a twelfth's multiple, and the shipped policy is right on most of them.
+    assert results["val/greedy/avg@1"] * 12 == pytest.approx(round(results["val/greedy/avg@1"] * 12))
+    assert results["val/greedy/avg@1"] > 0.7
+    assert results["val/sampled/pass@1"] == pytest.approx(results["val/sampled/avg@2"])
+    assert results["val/sampled/pass@2"] >= results["val/sampled/pass@1"]
