@@ -16,6 +16,7 @@ class CompletionLogger(L.Callback):
         prompts: Prompts an entry.
         completions: Completions of each prompt.
         max_chars: Longest prompt or completion shown.
+
     """
 
     def __init__(
@@ -29,7 +30,9 @@ class CompletionLogger(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.fit_loop.total_batch_idx % self.every_n_rollouts or not isinstance(trainer.logger, TensorBoardLogger):
+        if trainer.fit_loop.total_batch_idx % self.every_n_rollouts or not isinstance(
+            trainer.logger, TensorBoardLogger
+        ):
             return
         lines = []
         for first in range(0, min(self.prompts * batch.group_size, len(batch)), batch.group_size):
@@ -47,6 +50,13 @@ class CompletionLogger(L.Callback):
     def _code(self, text: str) -> str:
         # TensorBoard renders Markdown: whatever the policy wrote is shown as code on one line of the table.
         shown = text if len(text) <= self.max_chars else text[: self.max_chars] + " ..."
-        for character, safe in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "&#124;"), ("`", "&#96;"), ("\n", " ↵ ")):
+        for character, safe in (
+            ("&", "&amp;"),
+            ("<", "&lt;"),
+            (">", "&gt;"),
+            ("|", "&#124;"),
+            ("`", "&#96;"),
+            ("\n", " ↵ "),
+        ):
             shown = shown.replace(character, safe)
         return f"<code>{shown}</code>"

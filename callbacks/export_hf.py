@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 
@@ -12,12 +13,13 @@ class ExportHF(L.Callback):
 
     Args:
         folder: Where to, relative to the run's folder.
+
     """
 
     def __init__(self, folder: str = "policy") -> None:
         self.folder = folder
 
-    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_fit_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         target = Path(trainer.log_dir or trainer.default_root_dir) / self.folder
         if trainer.is_global_zero:
             pl_module.policy.save_pretrained(target)

@@ -18,6 +18,7 @@ class PredictionWriter(BasePredictionWriter):
 
     Args:
         path: The file; null puts predictions.jsonl into the run's folder.
+
     """
 
     def __init__(self, path: str | None = None) -> None:

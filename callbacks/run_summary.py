@@ -24,7 +24,7 @@ class RunSummary(L.Callback):
         self.silenced = 0.0
         self.tokens = 0.0
 
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         self.after = dict(pl_module.eval_results)
         self.update = trainer.global_step
         if not self.before:
@@ -52,7 +52,9 @@ class RunSummary(L.Callback):
             console.print(table)
         share = self.silenced / self.tokens if self.tokens else 0.0
         rank = " on this rank" if trainer.world_size > 1 else ""
-        console.print(f"silenced     {self.silenced:,.0f} of {self.tokens:,.0f} tokens{rank} ({share:.3%})", soft_wrap=True)
+        console.print(
+            f"silenced     {self.silenced:,.0f} of {self.tokens:,.0f} tokens{rank} ({share:.3%})", soft_wrap=True
+        )
         console.print(f"run          {folder}", soft_wrap=True)
         if (folder / "policy").exists():
             console.print(f"policy       {folder / 'policy'}", soft_wrap=True)

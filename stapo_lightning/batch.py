@@ -25,6 +25,7 @@ class Prompt:
         answer: The gold answer that the reward compares with.
         source: Name of the benchmark or data set; evaluation reports one line a source.
         solution: A worked solution, used by the supervised warm start alone; "" where there is none.
+
     """
 
     text: str
@@ -43,6 +44,7 @@ class PromptBatch:
         lengths: [B] number of tokens of each prompt.
         uids: [B] number of each prompt in the whole run's stream (training) or in its source (evaluation): the same
             for every number of ranks, and what seeds its sampling.
+
     """
 
     prompts: list[Prompt]
@@ -67,7 +69,9 @@ class Completions:
         ids: [N, T] emitted tokens, end token included, padded on the right.
         lengths: [N] number of emitted tokens, at least 1.
         truncated: [N] bool, True where the length limit and not an end token ended the completion.
-        log_probs: [N, T] log pi_old of each emitted token at the sampling temperature, before top-p and top-k; 0 at padding.
+        log_probs: [N, T] log pi_old of each emitted token at the sampling temperature, before top-p and top-k; 0 at
+            padding.
+
     """
 
     ids: Tensor
@@ -90,7 +94,7 @@ class RolloutBatch:
         rewards: [N] float32; nan where the reward failed for this row.
         advantages: [N] float32.
         group_ids: [N] int64, equal for the completions of one prompt.
-        uids: [N] int64, a number of each completion that is unique in its rollout and the same for every number of ranks.
+        uids: [N] int64, a number of each completion, unique in its rollout and the same for every number of ranks.
         temperature: Sampling temperature, > 0: scoring divides the logits by it.
         group_size: G.
         prompts: N prompts (repeated within the group); empty in synthetic batches.
@@ -99,6 +103,7 @@ class RolloutBatch:
         reward_timeouts: Rows whose reward did not return in time.
         rollout_seconds: Wall time of sampling.
         reward_seconds: Wall time of the reward.
+
     """
 
     prompt_ids: Tensor
@@ -153,6 +158,7 @@ class TokenScores:
         log_probs: log pi_theta(y_t).
         entropy: H_t, nats, over the whole vocabulary.
         collision: sum_v pi_theta(v)^2, the probability that two draws collide; gives the exact logit-gradient norm.
+
     """
 
     log_probs: Tensor
@@ -181,6 +187,7 @@ class Selection:
         silenced: [N, T] bool, True = this token is left out of numerator and denominator.
         candidates: [N, T] bool, the tokens among which the selector chose.
         tau_h: [] threshold on the selector's statistic (entropy for S2T); nan where there was none.
+
     """
 
     silenced: Tensor
@@ -198,6 +205,7 @@ class LossOutput:
         clipped_low: [n, T] bool, A < 0 and rho below the clip range: no gradient.
         clipped_high: [n, T] bool, A > 0 and rho above it, or A < 0 and above the dual clip: no gradient.
         kl: [n, T] KL estimate to the reference, detached; None where there is no reference.
+
     """
 
     loss: Tensor
@@ -220,6 +228,7 @@ class UpdateRecord:
         ratio: [N, T].
         clipped: [N, T] bool, low or high.
         updates: The numbers of the first and of the last update, counted from 1.
+
     """
 
     scores: TokenScores
@@ -240,6 +249,7 @@ class EvalSamples:
         texts: B lists of k completions.
         truncated: [B, k] bool.
         lengths: [B, k] tokens.
+
     """
 
     decoding: str

@@ -13,11 +13,11 @@ from lightning.fabric.plugins import TorchCheckpointIO
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes next to the target, flushes to disk and renames.
 
-    Lightning's own writer collects the file in the system's temporary folder; from there to another file system the last
-    step is a copy, which a kill can cut in half.
+    Lightning's own writer collects the file in the system's temporary folder; from there to another file system the
+    last step is a copy, which a kill can cut in half.
     """
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Saves `checkpoint` at `path`; remote paths (with ://) are left to Lightning."""
         if "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)

@@ -56,9 +56,10 @@ class StapoCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Finds the run that `--ckpt_path last` means, and picks bf16 where there is a GPU."""
-        config = self.config[self.subcommand]
+        subcommand = str(self.subcommand)
+        config = self.config[subcommand]
         if config.get("ckpt_path") == "last":
-            resume_last(config, self.subcommand)
+            resume_last(config, subcommand)
         if config.trainer.precision is None and torch.cuda.is_available() and torch.cuda.is_bf16_supported():
             config.trainer.precision = "bf16-mixed"
 
@@ -71,9 +72,10 @@ def resume_last(config: Any, subcommand: str) -> None:
 
     Raises:
         StapoError: There is no run to resume.
+
     """
     logger = config.trainer.logger
-    settings = logger.get("init_args", {}) if hasattr(logger, "get") else {}
+    settings: Any = logger.get("init_args", {}) if hasattr(logger, "get") else {}
     if "save_dir" not in settings:
         return  # another kind of logger: Lightning looks for the checkpoint itself
     root = Path(settings.save_dir) / (settings.get("name") or "")
@@ -121,6 +123,7 @@ def run(args: Sequence[str] | None = None, cli_class: type[StapoCLI] = StapoCLI)
     Args:
         args: Command-line arguments; None takes sys.argv.
         cli_class: StapoCLI, or a subclass that changes a step of it.
+
     """
     # Paths inside a config are read from where the command is started, also with the omegaconf parser.
     set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
@@ -141,6 +144,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
     Args:
         args: Command-line arguments; None takes sys.argv.
+
     """
     _quieten()
     try:

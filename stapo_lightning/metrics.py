@@ -46,10 +46,11 @@ def _ratio(numerator: float, denominator: float) -> float:
 
 
 class RolloutMetrics(_Sums):
-    """What one rollout batch looked like: reward/*, completion/*, rollout/tokens_per_second, time/{rollout,reward}_s."""
+    """What one rollout batch looked like: reward/*, completion/*, rollout/tokens_per_second, time/*."""
 
     sum_names = (
-        "completions", "valid", "reward", "reward_squared", "groups", "zero_std", "errors", "timeouts", "tokens", "truncated",
+        "completions", "valid", "reward", "reward_squared", "groups", "zero_std", "errors", "timeouts", "tokens",
+        "truncated",
     )  # fmt: skip
     max_names = ("length", "rollout_seconds", "reward_seconds")
 
@@ -90,8 +91,8 @@ class UpdateMetrics(_Sums):
     """What one optimiser step did to its tokens: policy/*, s2t/*, rollout/logprob_diff_*."""
 
     sum_names = (
-        "tokens", "entropy", "ppo_kl", "low", "high", "kl", "silenced", "candidates", "silenced_prob", "silenced_entropy",
-        "gradient", "silenced_gradient", "diff",
+        "tokens", "entropy", "ppo_kl", "low", "high", "kl", "silenced", "candidates", "silenced_prob",
+        "silenced_entropy", "gradient", "silenced_gradient", "diff",
     )  # fmt: skip
     max_names = ("diff",)
 
@@ -103,6 +104,7 @@ class UpdateMetrics(_Sums):
             record: Its scores, ratios and selection.
             clipped_low: [N, T] bool; the clipped tokens that are not low are high.
             kl: [N, T] KL estimate to the reference, or None.
+
         """
         mask, silenced, scores = batch.completion_mask, record.silenced, record.scores
         weight = logit_gradient_weight(record.ratio, batch.advantages[:, None], record.clipped)
@@ -137,7 +139,7 @@ class UpdateMetrics(_Sums):
 
 
 class MismatchMetrics(_Sums):
-    """rollout/logprob_diff_*: |log pi_theta - log pi_old| before the first update of a rollout, engine against policy."""
+    """rollout/logprob_diff_*: |log pi_theta - log pi_old| before the first update of a rollout: engine, policy."""
 
     sum_names = ("tokens", "diff")
     max_names = ("diff",)
@@ -157,7 +159,7 @@ class MismatchMetrics(_Sums):
 
 
 def pass_at_k(correct: int, samples: int, k: int) -> float:
-    """Unbiased estimate that at least one of k samples is correct: 1 - C(n - c, k) / C(n, k) (arXiv 2107.03374, eq. 1)."""
+    """Unbiased chance that one of k samples is correct: 1 - C(n - c, k) / C(n, k) (arXiv 2107.03374, eq. 1)."""
     return 1.0 - comb(samples - correct, k) / comb(samples, k)
 
 
@@ -171,6 +173,7 @@ class AccuracyMetrics(_Sums):
 
     Args:
         samples: Completions of each prompt.
+
     """
 
     def __init__(self, samples: int) -> None:

@@ -18,6 +18,7 @@ def micro_batches(lengths: Tensor, budget: int) -> list[Tensor]:
 
     Returns:
         Index tensors [n] that together hold each row once.
+
     """
     order = torch.argsort(lengths, descending=True, stable=True)
     sizes = lengths[order].tolist()

@@ -47,6 +47,7 @@ def load_tokenizer(policy: str) -> PreTrainedTokenizerBase:
 
     Raises:
         ConfigError: The folder or hub id holds no model, or one without a tokenizer.
+
     """
     try:
         return AutoTokenizer.from_pretrained(resolve_policy(policy))
@@ -61,6 +62,7 @@ def load_causal_lm(policy: str, attention: str) -> PreTrainedModel:
     Args:
         policy: Folder or hub id.
         attention: An attention implementation of transformers, such as "sdpa".
+
     """
     model = AutoModelForCausalLM.from_pretrained(
         resolve_policy(policy), dtype=torch.float32, attn_implementation=attention
@@ -82,14 +84,15 @@ def freeze(model: PreTrainedModel) -> PreTrainedModel:
 
 @contextmanager
 def rollout_mode(model: nn.Module) -> Iterator[None]:
-    """Eval mode without gradients; the mode that was there before is restored, also after an error."""
-    training = model.training
+    """Eval mode without gradients; each module's own mode is restored, also after an error."""
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        model.train(training)
+        for module, training in modes:
+            module.training = training
 
 
 def backbone(model: PreTrainedModel) -> Any:
@@ -122,6 +125,7 @@ def check_output_head(model: PreTrainedModel, policy: str) -> None:
 
     Raises:
         ConfigError: The architecture does more between hidden states and logits than `output_head` knows.
+
     """
     ids = torch.tensor([[0, 1]], device=model.device)
     with rollout_mode(model):
@@ -131,8 +135,8 @@ def check_output_head(model: PreTrainedModel, policy: str) -> None:
     if not difference <= 1e-3 * max(1.0, float(expected.abs().max())):
         raise ConfigError(
             [
-                f"model.policy={policy!r}: the logits of {type(model).__name__} differ by {difference:.3g} from its head applied"
-                " to its hidden states; this architecture is not supported yet"
+                f"model.policy={policy!r}: the logits of {type(model).__name__} differ by {difference:.3g} from its"
+                " head applied to its hidden states; this architecture is not supported yet"
             ]
         )
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from stapo_lightning.batch import EvalBatch, LossOutput, RolloutBatch, Selection, TokenScores, UpdateRecord, pad_rows
 from stapo_lightning.checkpoint_io import AtomicCheckpointIO
 from stapo_lightning.distributed import Ranks
-from stapo_lightning.errors import ConfigError, NonFiniteError
+from stapo_lightning.errors import ConfigError, NonFiniteError, bounded
 from stapo_lightning.metrics import AccuracyMetrics, MismatchMetrics, RolloutMetrics, UpdateMetrics
 from stapo_lightning.microbatch import micro_batches
 from stapo_lightning.models import (
@@ -76,6 +76,7 @@ class StapoModule(L.LightningModule):
             and speed, never the gradient.
         max_skipped_updates: Updates with a non-finite loss or gradient are skipped; so many in a row stop the run.
         attention: Attention implementation of transformers: "sdpa", "eager", "flash_attention_2".
+
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class StapoModule(L.LightningModule):
 
         Raises:
             ConfigError: The Trainer is asked to do what belongs to this module, as optimisation is manual.
+
         """
         found = []
         if self.trainer.gradient_clip_val:
@@ -140,8 +142,8 @@ class StapoModule(L.LightningModule):
             )
         if self.trainer.accumulate_grad_batches != 1:
             found.append(
-                f"trainer.accumulate_grad_batches={self.trainer.accumulate_grad_batches}: leave it out; model.prompts_per_update"
-                " sets the size of an update and model.tokens_per_micro_batch how it is cut to fit the memory"
+                f"trainer.accumulate_grad_batches={self.trainer.accumulate_grad_batches}: leave it out;"
+                " model.prompts_per_update sets the size of an update and model.tokens_per_micro_batch how it is cut to fit the memory"
             )
         if found:
             raise ConfigError(found)
@@ -152,6 +154,7 @@ class StapoModule(L.LightningModule):
 
         Raises:
             ConfigError: With every problem at once.
+
         """
         found = self._problems(stage)
         if found:
@@ -182,19 +185,22 @@ class StapoModule(L.LightningModule):
         if stage != "fit":
             return found
         found += self.plan().problems()
-        for option, value in (("kl_coef", self.kl_coef), ("max_grad_norm", self.max_grad_norm)):
-            if value < 0:
-                found.append(f"model.{option}={value}: must be at least 0")
-        if self.max_skipped_updates < 1:
-            found.append(f"model.max_skipped_updates={self.max_skipped_updates}: must be at least 1")
+        found += self.surrogate.problems() + self.selector.problems() + self.aggregation.problems()
+        found += bounded("model.kl_coef", self.kl_coef, at_least=0)
+        found += bounded("model.max_grad_norm", self.max_grad_norm, at_least=0)
+        found += bounded("model.max_skipped_updates", self.max_skipped_updates, at_least=1)
         return found + self._trainer_problems()
 
     def _trainer_problems(self) -> list[str]:
         found = []
         if self.trainer.precision == "16-mixed":
-            found.append("trainer.precision=16-mixed: float16 needs loss scaling, which is not supported; take bf16-mixed")
+            found.append(
+                "trainer.precision=16-mixed: float16 needs loss scaling, which is not supported; take bf16-mixed"
+            )
         if self.trainer.world_size > 1 and self.trainer._accelerator_connector.use_distributed_sampler:
-            found.append("trainer.use_distributed_sampler=true: the prompts are already split over ranks; set it to false")
+            found.append(
+                "trainer.use_distributed_sampler=true: the prompts are already split over ranks; set it to false"
+            )
         updates = self.plan().updates_per_rollout if not self.plan().problems() else 1
         if self.trainer.max_steps > 0 and self.trainer.max_steps % updates:
             found.append(
@@ -276,6 +282,7 @@ class StapoModule(L.LightningModule):
 
         Returns:
             {"record": UpdateRecord} over all rows of `batch`, for callbacks.
+
         """
         started = time.perf_counter()
         self.rollout_metrics.update(batch)
@@ -283,13 +290,13 @@ class StapoModule(L.LightningModule):
         self.rollout_metrics.reset()
 
         completions = self.prompts_per_update // self.ranks.size * batch.group_size
-        records = []
+        records: list[UpdateRecord] = []
         for mini_batch in batch.mini_batches(completions):
             record, metrics = self._update(mini_batch, first=not records)
             records.append(record)
             step_seconds = batch.rollout_seconds + batch.reward_seconds + time.perf_counter() - started
             metrics |= rollout | {"time/step_s": step_seconds}
-            if self.global_step % self.trainer.log_every_n_steps == 0:
+            if self.global_step % self._log_interval == 0:
                 self._to_loggers(metrics)
         self._to_callbacks(metrics)
         return {"record": _join(records)}
@@ -302,8 +309,8 @@ class StapoModule(L.LightningModule):
         # Every rank makes the same number of passes, or the others wait for its collectives for ever.
         idle = [cut[-1][:1]] * (passes - len(cut))
 
-        # Current-policy statistics of every token, without gradient. A mini-batch that fits in one micro-batch is scored
-        # by the very forward whose graph the backward uses.
+        # Current-policy statistics of every token, without gradient. A mini-batch that fits in one micro-batch is
+        # scored by the very forward whose graph the backward uses.
         if passes == 1:
             cut = [torch.arange(len(batch), device=self.device)]
             graph = self._score(batch)
@@ -366,7 +373,7 @@ class StapoModule(L.LightningModule):
         return policy_loss(batch, log_probs, weights, self.surrogate, ref_log_probs, self.kl, self.kl_coef)
 
     def _step(self, loss: float) -> float:
-        """Clips, sets the rate and steps; skips where loss or gradient is not finite. Returns the norm before clipping."""
+        """Clips, sets the rate, steps; skips where loss or gradient is not finite. Returns the norm before clipping."""
         optimizer = self._optimizer
         parameters = [p for group in self._param_groups for p in group["params"]]
         norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm or math.inf))
@@ -384,9 +391,9 @@ class StapoModule(L.LightningModule):
         optimizer.zero_grad(set_to_none=True)
         if self.skipped_in_a_row >= self.max_skipped_updates:
             raise NonFiniteError(
-                f"{self.skipped_in_a_row} updates in a row had a loss ({loss}) or gradient norm ({norm}) that is not finite,"
-                f" up to update {self.global_step} (model.max_skipped_updates={self.max_skipped_updates}). Resume from an"
-                " earlier checkpoint with a lower learning rate (model.optimizer.init_args.lr) or a smaller"
+                f"{self.skipped_in_a_row} updates in a row had a loss ({loss}) or gradient norm ({norm}) that is not"
+                f" finite, up to update {self.global_step} (model.max_skipped_updates={self.max_skipped_updates}). Resume from"
+                " an earlier checkpoint with a lower learning rate (model.optimizer.init_args.lr) or a smaller"
                 " model.max_grad_norm; if it happens from the first update on, check trainer.precision"
             )
         return norm
@@ -466,8 +473,12 @@ class StapoModule(L.LightningModule):
 
     # ---- logging and state ------------------------------------------------------------------------------------------
 
+    @property
+    def _log_interval(self) -> int:
+        return max(1, self.trainer.log_every_n_steps)  # type: ignore[attr-defined]
+
     def _to_loggers(self, metrics: Mapping[str, float]) -> None:
-        """Writes metrics at the number of updates done: self.log would count batches, and one batch holds several updates."""
+        """Writes metrics at the number of updates done; self.log would count batches, of several updates each."""
         for logger in self.loggers:
             logger.log_metrics(dict(metrics), step=self.global_step)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stapo_lightning.errors import bounded
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -17,6 +19,7 @@ class Plan:
         max_prompt_tokens: Longest prompt.
         max_new_tokens: Longest completion.
         tokens_per_micro_batch: Budget of one forward and backward on each rank.
+
     """
 
     world_size: int
@@ -29,20 +32,20 @@ class Plan:
 
     def problems(self) -> list[str]:
         """Sizes that do not fit together, one sentence each."""
-        found = []
-        if self.prompts_per_update < 1:
-            found.append(f"model.prompts_per_update={self.prompts_per_update}: must be at least 1")
-        elif self.prompts_per_batch % self.prompts_per_update:
+        found = bounded("model.tokens_per_micro_batch", self.tokens_per_micro_batch, at_least=1)
+        too_small = bounded("model.prompts_per_update", self.prompts_per_update, at_least=1)
+        found += too_small
+        if too_small:
+            return found
+        if self.prompts_per_batch % self.prompts_per_update:
             found.append(
                 f"model.prompts_per_update={self.prompts_per_update} does not divide"
                 f" data.prompts_per_batch={self.prompts_per_batch}: a rollout must hold a whole number of updates"
             )
-        elif self.prompts_per_update % self.world_size:
+        if self.prompts_per_update % self.world_size:
             found.append(
                 f"model.prompts_per_update={self.prompts_per_update}: must be a multiple of the {self.world_size} ranks"
             )
-        if self.tokens_per_micro_batch < 1:
-            found.append(f"model.tokens_per_micro_batch={self.tokens_per_micro_batch}: must be at least 1")
         return found
 
     @property

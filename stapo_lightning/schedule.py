@@ -22,6 +22,7 @@ class ConstantWithWarmup(Schedule):
 
     Args:
         warmup_updates: Updates of the rise (paper: 10); 0 for none.
+
     """
 
     def __init__(self, warmup_updates: int = 10) -> None:
@@ -38,6 +39,7 @@ class CosineWithWarmup(Schedule):
         total_updates: Update at which the factor reaches `final`; normally trainer.max_steps.
         warmup_updates: Updates of the rise.
         final: Last factor, in [0, 1].
+
     """
 
     def __init__(self, total_updates: int, warmup_updates: int = 10, final: float = 0.0) -> None:

@@ -31,6 +31,7 @@ def score_logits(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Te
 
     Returns:
         log_probs [M] with a graph; entropy [M] (nats) and collision [M] without one.
+
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     log_p = torch.log_softmax(logits / temperature, dim=-1)
@@ -54,6 +55,7 @@ def score_hidden(
         head: [m, H] -> [m, V] logits.
         temperature: > 0.
         chunk_tokens: Rows a chunk, > 0.
+
     """
     if len(tokens) <= chunk_tokens:
         return score_logits(head(hidden), tokens, temperature)
@@ -96,6 +98,7 @@ def score(batch: RolloutBatch, backbone: Backbone, head: Head, vocab_size: int) 
 
     Returns:
         [n, T] scores, 0 at padding; the log-probs carry the graph where gradients are enabled.
+
     """
     mask = batch.completion_mask
     hidden = backbone(join_sequences(batch))
@@ -104,7 +107,5 @@ def score(batch: RolloutBatch, backbone: Backbone, head: Head, vocab_size: int) 
     predicting = hidden[row, batch.prompt_lengths[row] + step - 1]
     tokens = batch.completion_ids[row, step]
     flat = score_hidden(predicting, tokens, head, batch.temperature, max(1, CHUNK_ELEMENTS // vocab_size))
-    log_probs, entropy, collision = (
-        values.new_zeros(mask.shape).index_put((row, step), values) for values in flat
-    )
+    log_probs, entropy, collision = (values.new_zeros(mask.shape).index_put((row, step), values) for values in flat)
     return TokenScores(log_probs, entropy, collision)

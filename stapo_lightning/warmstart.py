@@ -2,8 +2,8 @@
 
     python -m stapo_lightning.warmstart --output stapo_lightning/assets/tiny_qwen3
 
-Reinforcement learning needs a policy that is sometimes right. This one is trained on worked solutions in which a share of
-the tokens is replaced by junk, so that its tail holds real low-probability tokens, as that of a pretrained model does.
+Reinforcement learning needs a policy that is sometimes right. This one is trained on worked solutions in which a share
+of the tokens is replaced by junk, so that its tail holds real low-probability tokens, as a pretrained model's does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ import torch
 from jsonargparse import auto_cli
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
 
 from stapo_lightning.data.arithmetic import OPENERS, ArithmeticPrompts
 from stapo_lightning.data.prompts import PromptSource
@@ -37,7 +43,11 @@ def arithmetic_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(f"{pattern}|[\\s\\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>", unk_token="<unk>", clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<end>",
+        unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
     )
 
 
@@ -82,6 +92,7 @@ def warm_start(
         lr: Highest learning rate of AdamW; 20 warm-up steps, then a cosine to a tenth of it.
         junk: Probability that a token of a solution is replaced by a random one of the vocabulary, in [0, 1).
         seed: Seed of weights, order and junk: the same seed gives the same folder.
+
     """
     torch.manual_seed(seed)
     source = random.Random(seed)

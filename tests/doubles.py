@@ -63,6 +63,7 @@ def trainer(folder: Path, **changes) -> L.Trainer:
         use_distributed_sampler=False,
         default_root_dir=str(folder),
     )
+    L.seed_everything(0, verbose=False)  # the prompts' order and the sampling follow it
     return L.Trainer(**(settings | changes))
 
 

@@ -1,4 +1,4 @@
-"""Runs three methods one after the other through the command line; started by test_ranks.py, once for each number of ranks."""
+"""Runs four methods one after the other through the command line; test_ranks.py starts it for 1 and for 2 ranks."""
 
 import sys
 

@@ -2,20 +2,26 @@
 
 import json
 import os
+import re
 
 import pytest
 import torch
 
 from stapo_lightning.cli import StapoCLI, resume_last
 from stapo_lightning.errors import StapoError
-from tests.cli import ROOT, parse, stapo
+from tests.cli import parse, stapo
 
 QUICK = "configs/quickstart.yaml"
 
 
 @pytest.mark.parametrize(
     "flag",
-    ["--model.eps_hihg=0.3", "--model.surrogate.clip_hihg=0.3", "--data.sampling.temprature=1", "--trainer.max_stepz=3"],
+    [
+        "--model.eps_hihg=0.3",
+        "--model.surrogate.clip_hihg=0.3",
+        "--data.sampling.temprature=1",
+        "--trainer.max_stepz=3",
+    ],
 )
 def test_a_typo_exits_with_2_and_names_the_key(flag, capfd):
     with pytest.raises(SystemExit) as stopped:
@@ -61,23 +67,24 @@ def test_short_class_names_are_enough():
     assert config.model.selector.init_args.tau_p == 0.01
 
 
-def _untyped(parser) -> list[str]:
-    ours = [action for action in parser._actions if action.dest.startswith(("model.", "data."))]
-    assert len(ours) > 30
-    return [action.dest for action in ours if not action.help or "%(type" not in (action.help + "%(type") or action.help == ""]
-
-
 def test_every_argument_of_ours_is_described():
     printed = stapo("fit", "--help").stdout
-    for argument in ("--model.policy", "--model.kl_coef", "--data.group_size", "--data.sampling.temperature"):
-        assert argument in printed
-    # "(required, type: ...)" or "(type: ..., default: ...)" with nothing before it means: no description.
-    lines = [line.strip() for line in printed.splitlines()]
-    for number, line in enumerate(lines):
-        if line.startswith(("--model.", "--data.")) and ".help" not in line:
-            described = " ".join(lines[number : number + 3])
-            text = described.split("  ", 1)[-1] if "  " in described else described
-            assert not text.lstrip().startswith("(type"), line
+    # An option, its metavariable, and what stands right of them or on the next line.
+    entries = dict(re.findall(r"^  (--(?:model|data)\.[\w.]+)[^\n]*?(?:\n {20,}|  +)(\S[^\n]*)", printed, re.MULTILINE))
+    assert {"--model.policy", "--model.kl_coef", "--data.group_size", "--data.sampling.temperature"} <= set(entries)
+    assert len(entries) > 30
+    undescribed = [option for option, text in entries.items() if text.startswith("(")]
+    assert not undescribed
+
+
+@pytest.mark.parametrize(
+    ("base", "name"), [("model.selector", "S2T"), ("model.surrogate", "DualClipped"), ("data.engine", "HFEngine")]
+)
+def test_arguments_of_components_are_described(base, name):
+    printed = stapo("fit", f"--{base}.help", name).stdout
+    entries = dict(re.findall(r"^  (--[\w.]+)[^\n]*?(?:\n {20,}|  +)(\S[^\n]*)", printed, re.MULTILINE))
+    assert any(option.startswith(f"--{base}.") for option in entries), printed
+    assert not [option for option, text in entries.items() if text.startswith("(")]
 
 
 def test_top_level_help_names_the_subcommands():
@@ -88,8 +95,8 @@ def test_top_level_help_names_the_subcommands():
 
 def test_all_problems_come_in_one_error_without_a_traceback(tmp_path):
     done = stapo(
-        "fit", "--config", QUICK, "--data.group_size=1", "--model.prompts_per_update=5", "--model.policy=/no/such/model",
-        f"--trainer.logger.save_dir={tmp_path}",
+        "fit", "--config", QUICK, "--data.group_size=1", "--model.prompts_per_update=5",
+        "--model.policy=/no/such/model", f"--trainer.logger.save_dir={tmp_path}",
     )  # fmt: skip
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
@@ -102,6 +109,14 @@ def test_all_problems_come_in_one_error_without_a_traceback(tmp_path):
         assert expected in done.stderr
 
 
+def test_a_value_out_of_range_names_value_bound_and_option(tmp_path):
+    done = stapo("fit", "--config", QUICK, "--model.selector.tau_p=2", "--model.selector.q=-1")
+    assert done.returncode == 2
+    assert "S2T.tau_p=2.0: must be above 0 and at most 1" in done.stderr
+    assert "S2T.q=-1.0: must be at least 0 and at most 1" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_gradient_clipping_of_the_trainer_is_refused_with_our_option(tmp_path):
     done = stapo("fit", "--config", QUICK, "--trainer.gradient_clip_val=1.0", f"--trainer.logger.save_dir={tmp_path}")
     assert done.returncode == 2
@@ -109,7 +124,9 @@ def test_gradient_clipping_of_the_trainer_is_refused_with_our_option(tmp_path):
 
 
 def test_accumulation_of_the_trainer_is_refused_with_our_option(tmp_path):
-    done = stapo("fit", "--config", QUICK, "--trainer.accumulate_grad_batches=2", f"--trainer.logger.save_dir={tmp_path}")
+    done = stapo(
+        "fit", "--config", QUICK, "--trainer.accumulate_grad_batches=2", f"--trainer.logger.save_dir={tmp_path}"
+    )
     assert done.returncode == 2
     assert "model.tokens_per_micro_batch" in done.stderr
 
@@ -164,8 +181,8 @@ def fitted(tmp_path_factory):
     """A short run of the quickstart through all four subcommands."""
     folder = tmp_path_factory.mktemp("cli")
     small = (
-        "--config", QUICK, f"--trainer.logger.save_dir={folder}", "--data.val_prompts.size=8", "--data.test_prompts.size=8",
-        "--data.predict_prompts.size=4",
+        "--config", QUICK, f"--trainer.logger.save_dir={folder}", "--data.val_prompts.size=8",
+        "--data.test_prompts.size=8", "--data.predict_prompts.size=4",
     )  # fmt: skip
     outputs = {"fit": stapo("fit", *small, "--trainer.max_steps=4", "--trainer.val_check_interval=2")}
     for subcommand in ("validate", "test", "predict"):
@@ -253,6 +270,13 @@ def test_tensorboard_holds_every_tag(fitted):
 def test_a_second_run_gets_its_own_folder(fitted):
     run, _ = fitted
     folder = run.parents[1]
-    done = stapo("fit", "--config", QUICK, f"--trainer.logger.save_dir={folder}", "--trainer.max_steps=1", "--trainer.limit_val_batches=0")
+    done = stapo(
+        "fit",
+        "--config",
+        QUICK,
+        f"--trainer.logger.save_dir={folder}",
+        "--trainer.max_steps=1",
+        "--trainer.limit_val_batches=0",
+    )
     assert done.returncode == 0, done.stderr
     assert os.path.exists(run.parent / "version_1" / "config.yaml")

@@ -51,7 +51,7 @@ def rollout(tmp_path_factory):
 
 
 def update(folder, batch: RolloutBatch, **settings) -> tuple[torch.Tensor, UpdateRecord, dict[str, float]]:
-    """The change of all parameters (SGD: 10 times the gradient), the record and the metrics of one update on `batch`."""
+    """The change of all parameters (SGD: 10 times the gradient), the record and the metrics of one update."""
     recorder = Recorder()
     # A large rate, so that the parameters' own rounding (6e-8 below 1) does not hide the gradient's.
     settings = {"optimizer": lambda params: torch.optim.SGD(params, lr=10.0)} | settings
@@ -154,7 +154,9 @@ class NaNLoss(Surrogate):
 def test_an_update_that_is_not_finite_is_skipped_and_counted(tmp_path):
     recorder = Recorder()
     policy = module(
-        surrogate=NaNLoss({1}), prompts_per_update=8, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1)
+        surrogate=NaNLoss({1}),
+        prompts_per_update=8,
+        optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1),
     )
     seen = []
 
@@ -211,7 +213,9 @@ def test_rollouts_are_on_policy_and_every_update_is_recorded(tmp_path):
     assert run.global_step == 6
     assert [record.updates for record in recorder.records] == [(1, 2), (3, 4), (5, 6)]
     for batch, record, metrics in zip(recorder.batches, recorder.records, recorder.metrics, strict=True):
-        first = slice(0, 16)  # the rows of the rollout's first update: the policy that sampled is the one that is scored
+        first = slice(
+            0, 16
+        )  # the rows of the rollout's first update: the policy that sampled is the one that is scored
         difference = (record.scores.log_probs - batch.old_log_probs)[first].abs().max().item()
         assert difference < 1e-5
         assert "reward/mean" in metrics

@@ -1,6 +1,6 @@
 """A run that is cut and resumed ends bit for bit where the uninterrupted run ends (CPU, one process).
 
-The prompts are 20, a rollout takes 4 of them and two updates: an epoch ends at update 10, inside a warm-up of 14 updates.
+The prompts are 20, a rollout takes 4 of them and two updates: an epoch ends at update 10, in a warm-up of 14 updates.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""A generated, verifiable task: chains of additions, subtractions and multiplications of last digits.
+r"""A generated, verifiable task: chains of additions, subtractions and multiplications of last digits.
 
-    From 7: +5, *3, -4.
-    So 7+5=2. Then 2*3=6. Next 6-4=2. Answer \\boxed{2}.
+From 7: +5, *3, -4.
+So 7+5=2. Then 2*3=6. Next 6-4=2. Answer \boxed{2}.
 """
 
 from __future__ import annotations
@@ -13,11 +13,20 @@ from typing import Literal
 
 from stapo_lightning.batch import Prompt
 from stapo_lightning.data.prompts import PromptSource
+from stapo_lightning.errors import ConfigError, bounded, raise_problems
 
 Split = Literal["warmstart", "train", "val", "test"]
 
 # Each problem belongs to one split by a hash of its text, so no split ever shares a problem with another.
-_SHARES: dict[str, range] = {"warmstart": range(0, 40), "train": range(40, 80), "val": range(80, 90), "test": range(90, 100)}
+_SHARES: dict[Split, range] = {
+    "warmstart": range(0, 40),
+    "train": range(40, 80),
+    "val": range(80, 90),
+    "test": range(90, 100),
+}
+
+# Draws in a row without a new problem after which a split counts as exhausted.
+_MISSES = 20_000
 
 # How a worked solution may open a step; the policy learns to choose among them freely.
 OPENERS = ("So", "Then", "Now", "Next", "Let", "Thus")
@@ -26,7 +35,7 @@ OPENERS = ("So", "Then", "Now", "Next", "Let", "Thus")
 def split_of(text: str) -> Split:
     """The split that a problem belongs to."""
     bucket = zlib.crc32(text.encode()) % 100
-    return next(name for name, share in _SHARES.items() if bucket in share)  # type: ignore[return-value]
+    return next(name for name, share in _SHARES.items() if bucket in share)
 
 
 def apply(left: int, operator: str, right: int) -> int:
@@ -41,10 +50,11 @@ class ArithmeticPrompts(PromptSource):
         split: Which disjoint part of all problems to draw from.
         size: Number of problems, at least 1.
         min_steps: Shortest chain, at least 1.
-        max_steps: Longest chain.
+        max_steps: Longest chain, at least min_steps.
         slips: Probability that a step of a worked solution has a random digit as its result; the chain goes on from it.
             The gold answer stays right.
         seed: Seed of the draw.
+
     """
 
     def __init__(
@@ -58,12 +68,28 @@ class ArithmeticPrompts(PromptSource):
         self.seed = seed
 
     def load(self) -> Sequence[Prompt]:
+        raise_problems(
+            bounded("ArithmeticPrompts.size", self.size, at_least=1),
+            bounded("ArithmeticPrompts.min_steps", self.min_steps, at_least=1),
+            bounded("ArithmeticPrompts.max_steps", self.max_steps, at_least=self.min_steps),
+            bounded("ArithmeticPrompts.slips", self.slips, at_least=0, at_most=1),
+        )
         source = random.Random(f"{self.split} {self.seed}")
         found: dict[str, Prompt] = {}
+        misses = 0
         while len(found) < self.size:
             prompt = _problem(source, source.randint(self.min_steps, self.max_steps), self.slips)
-            if split_of(prompt.text) == self.split:
-                found.setdefault(prompt.text, prompt)
+            new = split_of(prompt.text) == self.split and prompt.text not in found
+            misses = 0 if new else misses + 1
+            if new:
+                found[prompt.text] = prompt
+            elif misses == _MISSES:
+                raise ConfigError(
+                    [
+                        f"ArithmeticPrompts.size={self.size}: the split {self.split!r} has only about {len(found)}"
+                        f" problems of {self.min_steps} to {self.max_steps} steps; ask for fewer or raise max_steps"
+                    ]
+                )
         return list(found.values())
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from stapo_lightning.batch import Completions, EvalBatch, EvalSamples, Prompt, PromptBatch, RolloutBatch
 from stapo_lightning.data.prompts import PromptLoader, PromptSource, PromptStream, TokenizedPrompts, collate
-from stapo_lightning.errors import ConfigError
+from stapo_lightning.errors import ConfigError, bounded
 from stapo_lightning.objective.advantages import AdvantageEstimator, GroupNormalized
 from stapo_lightning.randomness import hash_keys
 from stapo_lightning.rewards import Completion, Reward, ScoredRows, score_completions
@@ -32,6 +32,7 @@ class Decoding:
         name: The middle of its tags, such as val/<name>/avg@8.
         samples: Completions of each prompt (k of avg@k).
         sampling: Temperature, top-p, top-k, length limit.
+
     """
 
     name: str
@@ -58,9 +59,11 @@ class RolloutDataModule(L.LightningDataModule):
         prompts_per_batch: Prompts of one rollout, over all ranks (paper: 256).
         group_size: G, completions of each prompt, at least 2 (paper: 8).
         max_prompt_tokens: Longest prompt allowed (paper: 1024).
-        decodings: How held-out prompts are sampled in validate and test; default: greedy, and 4 samples at temperature 1.
+        decodings: How held-out prompts are sampled in validate and test; default: greedy, and 4 samples at
+            temperature 1.
         predict_decoding: How `stapo predict` samples.
         eval_prompts_per_batch: Held-out prompts sampled at a time on each rank.
+
     """
 
     def __init__(
@@ -139,25 +142,22 @@ class RolloutDataModule(L.LightningDataModule):
         found = list(self._setup_problems)
         if self.group_size < 2:
             found.append(
-                f"data.group_size={self.group_size}: must be at least 2, an advantage compares completions of one prompt"
+                f"data.group_size={self.group_size}: must be at least 2, an advantage compares completions of a prompt"
             )
         if self.prompts_per_batch < 1 or self.prompts_per_batch % world_size:
             found.append(
-                f"data.prompts_per_batch={self.prompts_per_batch}: must be a positive multiple of the {world_size} ranks"
+                f"data.prompts_per_batch={self.prompts_per_batch}: must be a positive multiple of {world_size} (ranks)"
             )
-        for option, value in (
-            ("max_prompt_tokens", self.max_prompt_tokens),
-            ("eval_prompts_per_batch", self.eval_prompts_per_batch),
-        ):
-            if value < 1:
-                found.append(f"data.{option}={value}: must be at least 1")
+        found += bounded("data.max_prompt_tokens", self.max_prompt_tokens, at_least=1)
+        found += bounded("data.eval_prompts_per_batch", self.eval_prompts_per_batch, at_least=1)
+        found += self.engine.problems()
         found += self.sampling.problems("data.sampling")
         if self.sampling.temperature == 0:
             found.append("data.sampling.temperature=0: greedy completions of one prompt are all equal; set it above 0")
         if self.sampling.top_p < 1 or self.sampling.top_k > 0:
             found.append(
-                f"data.sampling.top_p={self.sampling.top_p}, top_k={self.sampling.top_k}: training samples must come from the"
-                " whole distribution (top_p 1, top_k 0), or the ratio to the behaviour policy is biased;"
+                f"data.sampling.top_p={self.sampling.top_p}, top_k={self.sampling.top_k}: training samples must come"
+                " from the whole distribution (top_p 1, top_k 0), or the ratio to the behaviour policy is biased;"
                 " set them in data.decodings for evaluation"
             )
         names = [decoding.name for decoding in self.decodings]
@@ -165,13 +165,25 @@ class RolloutDataModule(L.LightningDataModule):
             found.append(f"data.decodings: the names {names} must differ, they are the tags of the results")
         for decoding in (*self.decodings, self.predict_decoding):
             found += decoding.sampling.problems(f"data.decodings {decoding.name!r}: sampling")
-            if decoding.samples < 1:
-                found.append(f"data.decodings {decoding.name!r}: samples={decoding.samples} must be at least 1")
+            found += bounded(f"data.decodings {decoding.name!r}: samples", decoding.samples, at_least=1)
         return found
 
     @property
+    def _trainer(self) -> L.Trainer:
+        if self.trainer is None:
+            raise RuntimeError(
+                "this datamodule belongs to no Trainer yet; pass it to trainer.fit, validate, test or predict"
+            )
+        return self.trainer
+
+    @property
+    def _module(self) -> Any:
+        # A StapoModule in practice; the datamodule knows only its policy, tokenizer, end_ids and pad_id.
+        return self._trainer.lightning_module
+
+    @property
     def _tokenizer(self) -> Any:
-        return self.trainer.lightning_module.tokenizer  # type: ignore[union-attr]
+        return self._module.tokenizer
 
     @property
     def seed(self) -> int:
@@ -184,7 +196,11 @@ class RolloutDataModule(L.LightningDataModule):
         """One batch a rollout, from the position of the run on."""
         prompts = self.loaded["fit"]
         self._stream = PromptStream(
-            len(prompts), self.prompts_per_batch, self.seed, self.trainer.global_rank, self.trainer.world_size  # type: ignore[union-attr]
+            len(prompts),
+            self.prompts_per_batch,
+            self.seed,
+            self._trainer.global_rank,
+            self._trainer.world_size,
         )
         self._stream.position = self.prompts_seen
         return PromptLoader(prompts, batch_sampler=self._stream, collate_fn=collate)  # type: ignore[arg-type]
@@ -203,7 +219,7 @@ class RolloutDataModule(L.LightningDataModule):
 
     def _eval_loader(self, name: str) -> DataLoader[Any]:
         prompts = self.loaded[name]
-        mine = range(self.trainer.global_rank, len(prompts), self.trainer.world_size)  # type: ignore[union-attr]
+        mine = range(self._trainer.global_rank, len(prompts), self._trainer.world_size)
         rows = [prompts[number, number] for number in mine]
         return DataLoader(rows, batch_size=self.eval_prompts_per_batch, collate_fn=collate)  # type: ignore[arg-type]
 
@@ -219,10 +235,12 @@ class RolloutDataModule(L.LightningDataModule):
 
     def on_after_batch_transfer(self, batch: PromptBatch, dataloader_idx: int) -> RolloutBatch | EvalBatch:
         """Samples and scores completions: a RolloutBatch in training, an EvalBatch elsewhere."""
-        if self.trainer.training:  # type: ignore[union-attr]
+        if self._trainer.training:
             return self._rollout(batch)
-        decodings = [self.predict_decoding] if self.trainer.predicting else self.decodings  # type: ignore[union-attr]
-        return EvalBatch(batch.prompts, batch.uids.tolist(), [self._evaluate(batch, decoding) for decoding in decodings])
+        decodings = [self.predict_decoding] if self._trainer.predicting else self.decodings
+        return EvalBatch(
+            batch.prompts, batch.uids.tolist(), [self._evaluate(batch, decoding) for decoding in decodings]
+        )
 
     def _rollout(self, batch: PromptBatch) -> RolloutBatch:
         started = time.perf_counter()
@@ -274,11 +292,10 @@ class RolloutDataModule(L.LightningDataModule):
         )
 
     def _generate(self, batch: PromptBatch, uids: Tensor, sampling: Sampling, purpose: str) -> Completions:
-        module = self.trainer.lightning_module  # type: ignore[union-attr]
         streams = hash_keys(self.seed, torch.full_like(uids, zlib.crc32(purpose.encode())), uids)
-        vocabulary = Vocabulary(module.end_ids, module.pad_id)
-        with self.trainer.precision_plugin.forward_context():  # type: ignore[union-attr]
-            return self.engine.generate(module.policy, batch, streams, sampling, vocabulary)
+        vocabulary = Vocabulary(self._module.end_ids, self._module.pad_id)
+        with self._trainer.precision_plugin.forward_context():
+            return self.engine.generate(self._module.policy, batch, streams, sampling, vocabulary)
 
     def _decode(self, completions: Completions) -> list[str]:
         rows = completions.ids.tolist()
@@ -297,4 +314,6 @@ def _repeat(uids: Tensor, samples: int) -> Tensor:
 
 
 def _option(name: str) -> str:
-    return {"fit": "train_prompts", "validate": "val_prompts", "test": "test_prompts", "predict": "predict_prompts"}[name]
+    return {"fit": "train_prompts", "validate": "val_prompts", "test": "test_prompts", "predict": "predict_prompts"}[
+        name
+    ]

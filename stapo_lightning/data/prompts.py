@@ -21,6 +21,7 @@ class PromptSource(ABC):
 
         Raises:
             ConfigError: With every problem of the source's files at once.
+
         """
 
 
@@ -37,6 +38,7 @@ class PromptStream(Sampler[list[tuple[int, int]]]):
         seed: Seed of the order.
         rank: This rank.
         world_size: Number of ranks.
+
     """
 
     def __init__(self, num_prompts: int, prompts_per_batch: int, seed: int, rank: int, world_size: int) -> None:
@@ -88,6 +90,7 @@ class TokenizedPrompts:
     Args:
         prompts: The problems.
         token_ids: Token ids of each.
+
     """
 
     def __init__(self, prompts: Sequence[Prompt], token_ids: Sequence[Sequence[int]]) -> None:

@@ -1,4 +1,4 @@
-"""Rewards of a group -> one advantage a completion (paper, section 2; `method.md`, "Setting")."""
+"""Rewards of a group -> one advantage a completion (paper, section 2)."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class GroupStatistics:
         std: Their sample standard deviation (ddof = 1), float64; 0 with fewer than two valid rewards.
         valid: bool, the row's reward is a finite number.
         zero_std: bool, fewer than two valid rewards in the group, or all of them equal within the tolerance.
+
     """
 
     mean: Tensor
@@ -35,6 +36,7 @@ def group_statistics(rewards: Tensor, group_ids: Tensor) -> GroupStatistics:
     Args:
         rewards: [N]; nan or inf marks a row without a reward.
         group_ids: [N] int64; completions with the same id are one group, wherever they stand.
+
     """
     rewards = rewards.to(torch.float64)
     valid = torch.isfinite(rewards)
@@ -63,10 +65,11 @@ class AdvantageEstimator(ABC):
 
 
 class GroupNormalized(AdvantageEstimator):
-    """A_i = (R_i - mean) / (std + eps) within the group, sample std (`method.md`, "Setting"); equal rewards give exactly 0.
+    """A_i = (R_i - mean) / (std + eps) within the group, sample std; equal rewards give exactly 0 (paper, section 2).
 
     Args:
         eps: Added to the standard deviation, > 0.
+
     """
 
     def __init__(self, eps: float = 1e-6) -> None:

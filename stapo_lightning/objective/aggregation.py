@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from torch import Tensor
 
 from stapo_lightning.distributed import Ranks
+from stapo_lightning.errors import bounded
 
 
 class Aggregation(ABC):
@@ -20,9 +21,13 @@ class Aggregation(ABC):
     def __call__(self, keep: Tensor, ranks: Ranks) -> Tensor:
         """[N, T] float64 weights for `keep` [N, T] bool (the mini-batch of this rank): 0 where a token is not kept."""
 
+    def problems(self) -> list[str]:
+        """Arguments out of range, one sentence each; read before a run starts."""
+        return []
+
 
 class TokenMean(Aggregation):
-    """sum keep l / sum keep over every token of the optimiser step (STAPO, DAPO; `method.md`, "Objective")."""
+    """sum keep l / sum keep over every token of the optimiser step (STAPO, DAPO)."""
 
     def __call__(self, keep: Tensor, ranks: Ranks) -> Tensor:
         kept = ranks.sum(keep.sum())
@@ -38,14 +43,18 @@ class SequenceMean(Aggregation):
 
 
 class ConstantLength(Aggregation):
-    """Sum over kept tokens divided by completions * `length`: no weight depends on a length (Dr. GRPO, arXiv 2503.20783).
+    """Sum over kept tokens / (completions * `length`): no weight depends on a length (Dr. GRPO, arXiv 2503.20783).
 
     Args:
         length: The constant in tokens, > 0; Dr. GRPO takes max_new_tokens.
+
     """
 
     def __init__(self, length: int) -> None:
         self.length = length
+
+    def problems(self) -> list[str]:
+        return bounded("ConstantLength.length", self.length, at_least=1)
 
     def __call__(self, keep: Tensor, ranks: Ranks) -> Tensor:
         completions = ranks.sum(keep.new_full((), len(keep), dtype=keep.sum().dtype))

@@ -1,4 +1,4 @@
-"""How large one token's gradient is, from quantities already scored (`method.md`, "Why"; paper, section 3)."""
+"""How large one token's gradient is, from quantities already scored (paper, section 3)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from torch import Tensor
 
 
 def logit_gradient_weight(ratio: Tensor, advantages: Tensor, clipped: Tensor) -> Tensor:
-    """w = rho A, or 0 where clipped: [N, T] from `ratio` [N, T], `advantages` [N, 1], `clipped` [N, T] bool."""
-    return (ratio * advantages).masked_fill(clipped, 0.0)
+    """W = rho A, or 0 where clipped: [N, T] from `ratio` [N, T], `advantages` [N, 1], `clipped` [N, T] bool."""
+    return (ratio * advantages).masked_fill(clipped | (advantages == 0), 0.0)
 
 
 def squared_logit_gradient_norm(weight: Tensor, probs: Tensor, collision: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Per-token estimators of KL(pi_theta || pi_ref) from one sampled token (Schulman 2020, "Approximating KL divergence")."""
+"""Per-token estimators of KL(pi_theta || pi_ref) from one sampled token (Schulman 2020, "Approximating KL")."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class KLEstimator(ABC):
 
 
 class K1(KLEstimator):
-    """k1 = log pi_theta - log pi_ref: unbiased, may be negative. As a loss its expected gradient is 0: for monitoring."""
+    """k1 = log pi_theta - log pi_ref: unbiased, may be negative. Its expected gradient is 0: for monitoring only."""
 
     def __call__(self, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
         return log_probs - ref_log_probs

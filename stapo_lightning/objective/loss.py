@@ -19,7 +19,7 @@ def policy_loss(
     kl: KLEstimator | None = None,
     kl_coef: float = 0.0,
 ) -> LossOutput:
-    """sum_it weight_it (l_it + kl_coef KL_it) over the tokens of one micro-batch (`method.md`, "Objective").
+    """sum_it weight_it (l_it + kl_coef KL_it) over the tokens of one micro-batch (paper, equation of L_STAPO).
 
     Args:
         batch: The micro-batch, n completions.
@@ -30,6 +30,7 @@ def policy_loss(
         ref_log_probs: [n, T] of the reference, or None.
         kl: KL estimator, needed with `ref_log_probs`.
         kl_coef: Weight of the KL term; 0 measures it only.
+
     """
     trained = weights != 0
     # Masked before exp: a padded or silenced token may overflow, and 0 * inf in backward is nan.

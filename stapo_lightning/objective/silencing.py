@@ -13,6 +13,7 @@ from torch import Tensor
 
 from stapo_lightning.batch import RolloutBatch, Selection, TokenScores
 from stapo_lightning.distributed import Ranks
+from stapo_lightning.errors import bounded
 from stapo_lightning.randomness import uniform
 
 
@@ -50,22 +51,35 @@ class TokenSelector(ABC):
             scores: [N, T] statistics of the current policy, without a graph.
             ranks: Collectives over all ranks; each rank makes the same calls.
             update: Number of this optimiser step, from 0: seeds a random selector.
+
         """
+
+    def problems(self) -> list[str]:
+        """Arguments out of range, one sentence each; read before a run starts."""
+        return []
 
 
 class S2T(TokenSelector):
-    """Silences spurious tokens: A_i > 0, pi_theta < tau_p and H_t < tau_h, tau_h the q-quantile of the candidates' entropy.
+    """Silences spurious tokens: A_i > 0, pi_theta < tau_p and H_t < tau_h.
 
-    Source: section 4 of arXiv 2602.15620 (version 5), Algorithm 1. Typically below 0.01 % of tokens.
+    tau_h is the q-quantile of the entropies of the candidates, the tokens with A_i > 0 and pi_theta < tau_p. Typically
+    below 0.01 % of tokens. Source: section 4 and Algorithm 1 of arXiv 2602.15620 (version 5).
 
     Args:
         tau_p: Probability below which a token of a positive-advantage completion is a candidate, in (0, 1].
         q: Quantile of the candidates' entropies that gives tau_h, in [0, 1].
+
     """
 
     def __init__(self, tau_p: float = 0.002, q: float = 0.75) -> None:
         self.tau_p = tau_p
         self.q = q
+
+    def problems(self) -> list[str]:
+        return [
+            *bounded("S2T.tau_p", self.tau_p, above=0, at_most=1),
+            *bounded("S2T.q", self.q, at_least=0, at_most=1),
+        ]
 
     def __call__(self, batch: RolloutBatch, scores: TokenScores, ranks: Ranks, update: int) -> Selection:
         candidates = low_probability_candidates(batch, scores, self.tau_p)
@@ -78,11 +92,18 @@ class S2TVersion1(TokenSelector):
     Args:
         tau_p: As in S2T.
         q: Quantile over all completion tokens of the mini-batch, in [0, 1].
+
     """
 
     def __init__(self, tau_p: float = 0.002, q: float = 0.8) -> None:
         self.tau_p = tau_p
         self.q = q
+
+    def problems(self) -> list[str]:
+        return [
+            *bounded("S2TVersion1.tau_p", self.tau_p, above=0, at_most=1),
+            *bounded("S2TVersion1.q", self.q, at_least=0, at_most=1),
+        ]
 
     def __call__(self, batch: RolloutBatch, scores: TokenScores, ranks: Ranks, update: int) -> Selection:
         candidates = low_probability_candidates(batch, scores, self.tau_p)
@@ -103,10 +124,14 @@ class TopEntropy(TokenSelector):
 
     Args:
         share: Share of the tokens that train, in (0, 1].
+
     """
 
     def __init__(self, share: float = 0.2) -> None:
         self.share = share
+
+    def problems(self) -> list[str]:
+        return bounded("TopEntropy.share", self.share, above=0, at_most=1)
 
     def __call__(self, batch: RolloutBatch, scores: TokenScores, ranks: Ranks, update: int) -> Selection:
         return silence_below_quantile(scores.entropy, batch.completion_mask, 1.0 - self.share, ranks)
@@ -117,10 +142,14 @@ class AllCandidates(TokenSelector):
 
     Args:
         tau_p: As in S2T.
+
     """
 
     def __init__(self, tau_p: float = 0.002) -> None:
         self.tau_p = tau_p
+
+    def problems(self) -> list[str]:
+        return bounded("AllCandidates.tau_p", self.tau_p, above=0, at_most=1)
 
     def __call__(self, batch: RolloutBatch, scores: TokenScores, ranks: Ranks, update: int) -> Selection:
         candidates = low_probability_candidates(batch, scores, self.tau_p)
@@ -133,11 +162,18 @@ class HighEntropy(TokenSelector):
     Args:
         tau_p: As in S2T.
         q: Share of the candidates that is silenced, in [0, 1].
+
     """
 
     def __init__(self, tau_p: float = 0.002, q: float = 0.75) -> None:
         self.tau_p = tau_p
         self.q = q
+
+    def problems(self) -> list[str]:
+        return [
+            *bounded("HighEntropy.tau_p", self.tau_p, above=0, at_most=1),
+            *bounded("HighEntropy.q", self.q, at_least=0, at_most=1),
+        ]
 
     def __call__(self, batch: RolloutBatch, scores: TokenScores, ranks: Ranks, update: int) -> Selection:
         candidates = low_probability_candidates(batch, scores, self.tau_p)
@@ -155,12 +191,19 @@ class RandomCandidates(TokenSelector):
         tau_p: As in S2T.
         q: Share of the candidates that is silenced, in [0, 1].
         seed: Seed of the draw.
+
     """
 
     def __init__(self, tau_p: float = 0.002, q: float = 0.75, seed: int = 0) -> None:
         self.tau_p = tau_p
         self.q = q
         self.seed = seed
+
+    def problems(self) -> list[str]:
+        return [
+            *bounded("RandomCandidates.tau_p", self.tau_p, above=0, at_most=1),
+            *bounded("RandomCandidates.q", self.q, at_least=0, at_most=1),
+        ]
 
     def __call__(self, batch: RolloutBatch, scores: TokenScores, ranks: Ranks, update: int) -> Selection:
         candidates = low_probability_candidates(batch, scores, self.tau_p)

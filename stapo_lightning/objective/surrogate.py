@@ -1,4 +1,4 @@
-"""The per-token surrogate l_it (`method.md`, "Objective")."""
+"""The per-token surrogate l_it (paper, section 2)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from stapo_lightning.errors import bounded
 
 
 @dataclass
@@ -18,6 +20,7 @@ class SurrogateOutput:
         ratio: rho_it, detached.
         clipped_low: bool, A < 0 and rho < 1 - clip_low.
         clipped_high: bool, A > 0 and rho > 1 + clip_high, or A < 0 and rho beyond the dual clip.
+
     """
 
     loss: Tensor
@@ -33,10 +36,15 @@ class Surrogate(ABC):
     def __call__(self, log_ratio: Tensor, advantages: Tensor) -> SurrogateOutput:
         """l_it for `log_ratio` = log pi_theta - log pi_old [N, T] (0 where masked) and `advantages` [N, 1]."""
 
+    def problems(self) -> list[str]:
+        """Arguments out of range, one sentence each; read before a run starts."""
+        return []
+
 
 def _flat_where(clipped: Tensor, bound: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
-    # The ratio of a clipped token may overflow; its logarithm is masked before exp, since 0 * inf in backward is nan.
-    return torch.where(clipped, -bound * advantages, -log_ratio.masked_fill(clipped, 0.0).exp() * advantages)
+    # The ratio of a token without gradient may overflow; its logarithm is masked before exp, since 0 * inf is nan.
+    flat = clipped | (advantages == 0)
+    return torch.where(clipped, -bound * advantages, -log_ratio.masked_fill(flat, 0.0).exp() * advantages)
 
 
 class Clipped(Surrogate):
@@ -45,11 +53,18 @@ class Clipped(Surrogate):
     Args:
         clip_low: eps_low, in [0, 1).
         clip_high: eps_high, >= 0.
+
     """
 
     def __init__(self, clip_low: float = 0.2, clip_high: float = 0.28) -> None:
         self.clip_low = clip_low
         self.clip_high = clip_high
+
+    def problems(self) -> list[str]:
+        return [
+            *bounded("Clipped.clip_low", self.clip_low, at_least=0, below=1),
+            *bounded("Clipped.clip_high", self.clip_high, at_least=0),
+        ]
 
     def __call__(self, log_ratio: Tensor, advantages: Tensor) -> SurrogateOutput:
         ratio = log_ratio.detach().exp()
@@ -60,12 +75,13 @@ class Clipped(Surrogate):
 
 
 class DualClipped(Surrogate):
-    """`Clipped`, with tokens of negative advantage bounded as well: l = min(l, -dual_clip * A) (arXiv 1912.09729; JustRL).
+    """`Clipped`, and l = min(l, -dual_clip * A) for tokens of negative advantage (arXiv 1912.09729; JustRL).
 
     Args:
         clip_low: eps_low, in [0, 1).
         clip_high: eps_high, >= 0.
         dual_clip: Largest ratio c of a token with negative advantage, > 1 + clip_high.
+
     """
 
     def __init__(self, clip_low: float = 0.2, clip_high: float = 0.28, dual_clip: float = 10.0) -> None:
@@ -73,10 +89,21 @@ class DualClipped(Surrogate):
         self.clip_high = clip_high
         self.dual_clip = dual_clip
 
+    def problems(self) -> list[str]:
+        return [
+            *bounded("DualClipped.clip_low", self.clip_low, at_least=0, below=1),
+            *bounded("DualClipped.clip_high", self.clip_high, at_least=0),
+            *bounded("DualClipped.dual_clip", self.dual_clip, above=1 + self.clip_high),
+        ]
+
     def __call__(self, log_ratio: Tensor, advantages: Tensor) -> SurrogateOutput:
         ratio = log_ratio.detach().exp()
         low = (advantages < 0) & (ratio < 1 - self.clip_low)
         high = (advantages > 0) & (ratio > 1 + self.clip_high)
         dual = (advantages < 0) & (ratio > self.dual_clip)
-        bound = torch.full_like(ratio, 1 + self.clip_high).masked_fill(low, 1 - self.clip_low).masked_fill(dual, self.dual_clip)
+        bound = (
+            torch.full_like(ratio, 1 + self.clip_high)
+            .masked_fill(low, 1 - self.clip_low)
+            .masked_fill(dual, self.dual_clip)
+        )
         return SurrogateOutput(_flat_where(low | high | dual, bound, log_ratio, advantages), ratio, low, high | dual)

@@ -10,7 +10,7 @@ _BOX = "\\boxed{"
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last `\boxed{...}` whose braces close, or None.
+    r"""The content of the last `\boxed{...}`, or None where there is none or its braces do not close.
 
     Runs in one pass over what follows the last box, so its time is linear in the text.
     """

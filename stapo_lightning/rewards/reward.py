@@ -1,4 +1,4 @@
-"""The interface of a reward, and the one place that calls it: errors cost their own row, broken contracts stop the run."""
+"""The interface of a reward, and the one place that calls it: an error costs its row, a broken contract the run."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ class Completion:
         text: The decoded completion, without special tokens.
         num_tokens: Its length in tokens, end token included.
         truncated: True where the length limit ended it.
+
     """
 
     prompt: Prompt
@@ -51,7 +52,8 @@ def score_completions(reward: Reward, completions: Sequence[Completion]) -> Scor
     """Calls `reward` on all completions, and row by row where that raises, so that one hostile row costs itself alone.
 
     Raises:
-        RewardError: The number of values differs from the number of completions, or no row could be scored at all.
+        RewardError: The number of values differs from the number of completions, or it raised on every row.
+
     """
     try:
         values = _checked(reward, completions)
@@ -60,15 +62,16 @@ def score_completions(reward: Reward, completions: Sequence[Completion]) -> Scor
     except Exception:
         values = []
         last: Exception | None = None
+        raised = 0
         for completion in completions:
             try:
                 values += _checked(reward, [completion])
             except RewardError:
                 raise
             except Exception as error:
-                last = error
+                last, raised = error, raised + 1
                 values.append(math.nan)
-        if last is not None and all(math.isnan(v) for v in values):
+        if last is not None and raised == len(completions):
             raise RewardError(
                 f"{_name(reward)} raised on every one of {len(completions)} completions, the last time"
                 f" {type(last).__name__}: {last}"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from stapo_lightning.batch import Completions, PromptBatch
+from stapo_lightning.errors import bounded
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class Sampling:
         top_p: Smallest share of probability mass kept before drawing, in (0, 1]; 1 keeps all.
         top_k: Number of likeliest tokens kept before drawing; 0 keeps all.
         max_new_tokens: Longest completion in tokens, end token included.
+
     """
 
     temperature: float = 1.0
@@ -28,16 +30,12 @@ class Sampling:
 
     def problems(self, option: str) -> list[str]:
         """What is out of range, with `option` as the name of this argument."""
-        found = []
-        if self.temperature < 0:
-            found.append(f"{option}.temperature={self.temperature}: must be at least 0 (0 is greedy)")
-        if not 0 < self.top_p <= 1:
-            found.append(f"{option}.top_p={self.top_p}: must be in (0, 1]")
-        if self.top_k < 0:
-            found.append(f"{option}.top_k={self.top_k}: must be at least 0 (0 keeps every token)")
-        if self.max_new_tokens < 1:
-            found.append(f"{option}.max_new_tokens={self.max_new_tokens}: must be at least 1")
-        return found
+        return [
+            *bounded(f"{option}.temperature", self.temperature, at_least=0),
+            *bounded(f"{option}.top_p", self.top_p, above=0, at_most=1),
+            *bounded(f"{option}.top_k", self.top_k, at_least=0),
+            *bounded(f"{option}.max_new_tokens", self.max_new_tokens, at_least=1),
+        ]
 
 
 @dataclass(frozen=True)
@@ -47,6 +45,7 @@ class Vocabulary:
     Attributes:
         end_ids: Each of them ends a completion and belongs to it.
         pad_id: Fills rows on the right; never decides where a completion ends.
+
     """
 
     end_ids: tuple[int, ...]
@@ -69,4 +68,9 @@ class RolloutEngine(ABC):
                 it is the same for every batch composition and number of ranks.
             sampling: Temperature, top-p, top-k, length limit.
             vocabulary: End and pad ids.
+
         """
+
+    def problems(self) -> list[str]:
+        """Arguments out of range, one sentence each; read before a run starts."""
+        return []

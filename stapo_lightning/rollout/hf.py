@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from stapo_lightning.batch import Completions, PromptBatch, pad_rows
+from stapo_lightning.errors import bounded
 from stapo_lightning.models import rollout_mode
 from stapo_lightning.randomness import uniform
 from stapo_lightning.rollout.engine import RolloutEngine, Sampling, Vocabulary
@@ -26,6 +27,7 @@ def restrict(log_p: Tensor, top_p: float, top_k: int) -> Tensor:
         log_p: [B, V] log-probabilities.
         top_p: In (0, 1]; the token that crosses the mass is kept.
         top_k: 0 keeps all.
+
     """
     if 0 < top_k < log_p.shape[-1]:
         smallest = log_p.topk(top_k, dim=-1).values[:, -1:]
@@ -60,6 +62,7 @@ def sample_tokens(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple
 
     Returns:
         tokens [B] and their log-probs [B] at the temperature (at 1 for greedy), before top-p and top-k.
+
     """
     log_p = torch.log_softmax(logits.float() / (sampling.temperature or 1.0), dim=-1)
     if sampling.temperature == 0:
@@ -76,10 +79,14 @@ class HFEngine(RolloutEngine):
 
     Args:
         max_sequences: Completions sampled at a time, at least one group; bounds the memory of the key-value cache.
+
     """
 
     def __init__(self, max_sequences: int = 512) -> None:
         self.max_sequences = max_sequences
+
+    def problems(self) -> list[str]:
+        return bounded("HFEngine.max_sequences", self.max_sequences, at_least=1)
 
     def generate(
         self, policy: nn.Module, prompts: PromptBatch, streams: Tensor, sampling: Sampling, vocabulary: Vocabulary
@@ -114,7 +121,12 @@ def _left_padded(ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _generate(
-    policy: nn.Module, prompt_ids: Tensor, prompt_lengths: Tensor, streams: Tensor, sampling: Sampling, vocabulary: Vocabulary
+    policy: nn.Module,
+    prompt_ids: Tensor,
+    prompt_lengths: Tensor,
+    streams: Tensor,
+    sampling: Sampling,
+    vocabulary: Vocabulary,
 ) -> Completions:
     device = prompt_ids.device
     n, group_size = len(streams), len(streams) // len(prompt_ids)

@@ -115,6 +115,6 @@ def _at_most(seconds):
 
 
 def test_more_problems_than_there_are():
-    # One step: 10 starts x 3 operators x 10 operands = 300 problems, about 30 of them in val.
+    # Two steps: 10 starts x (3 operators x 10 operands)^2 = 9000 problems, a tenth of them in val.
     with _at_most(3.0), pytest.raises(ConfigError):
-        ArithmeticPrompts("val", size=200, min_steps=1, max_steps=1).load()
+        ArithmeticPrompts("val", size=2000, min_steps=2, max_steps=2).load()

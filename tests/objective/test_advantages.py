@@ -46,12 +46,13 @@ def test_equal_float32_rewards_are_equal(reward, estimator):
     assert group_statistics(rewards, group_ids).zero_std.all()
 
 
-def test_rewards_one_rounding_step_apart_are_equal():
+@pytest.mark.parametrize("estimator", [GroupNormalized(), GroupCentered()])
+def test_rewards_one_rounding_step_apart_are_equal(estimator):
     # 0.7 in float32 and its neighbour: 6e-8 apart.
     rewards = torch.full((4,), 0.7)
     rewards[0] = torch.nextafter(rewards[0], torch.tensor(1.0))
     assert rewards[0] != rewards[1]
-    assert torch.equal(GroupNormalized()(rewards, torch.zeros(4, dtype=torch.int64)), torch.zeros(4))
+    assert torch.equal(estimator(rewards, torch.zeros(4, dtype=torch.int64)), torch.zeros(4))
 
 
 def test_small_but_real_differences_count():
@@ -61,8 +62,8 @@ def test_small_but_real_differences_count():
 
 
 def test_groups_are_told_by_id_wherever_their_rows_stand():
-    # Group 7: 1, 0, 0 (mean 1/3, std 0.57735: 1.15470, -0.57735). Group 3: 2, 4, 6 (mean 4, std 2: -1, 0, 1).
-    rewards, group_ids = [1.0, 2.0, 0.0, 6.0, 0.0, 4.0], [7, 3, 7, 3, 7, 3]
+    # Group 10^12: 1, 0, 0 (mean 1/3, std 0.57735: 1.15470, -0.57735). Group 3: 2, 4, 6 (mean 4, std 2: -1, 0, 1).
+    rewards, group_ids = [1.0, 2.0, 0.0, 6.0, 0.0, 4.0], [10**12, 3, 10**12, 3, 10**12, 3]
     expected = torch.tensor([1.154699, -1.0, -0.577349, 1.0, -0.577349, 0.0], dtype=torch.float64)
     torch.testing.assert_close(_advantages(rewards, group_ids), expected, atol=2e-6, rtol=0)
     for order in ([5, 3, 1, 4, 2, 0], [2, 0, 1, 5, 4, 3]):

@@ -80,3 +80,11 @@ def test_largest_where_probability_and_entropy_are_low():
     # Uniform: 1 - 0.002 + 0.001 = 0.999. The likely token itself: 1 - 2 * 0.999864 + 0.999728 = 2.47e-8.
     assert norm.tolist() == pytest.approx([1.999637, 0.999, 2.4726e-8], abs=1e-6)
     assert norm[2].item() == pytest.approx(2.4726e-8, rel=1e-3)  # (3^2 + 3) / Z^2
+
+
+def test_weight_of_a_token():
+    # rho A: 2 * 1.5 = 3, clipped 0; 0.5 * -1 = -0.5; and 0 without advantage, even where the ratio overflows.
+    ratio = torch.tensor([[2.0, 2.0], [0.5, 0.5], [1.0, torch.inf]])
+    clipped = torch.tensor([[False, True], [False, False], [False, False]])
+    weight = logit_gradient_weight(ratio, torch.tensor([[1.5], [-1.0], [0.0]]), clipped)
+    assert weight.tolist() == [[3.0, 0.0], [-0.5, -0.5], [0.0, 0.0]]

@@ -88,9 +88,9 @@ def test_kl_of_equal_policies_is_zero(estimator):
 
 
 def test_k3_keeps_small_differences():
-    # d = 1e-5: k3 = d^2 / 2 + d^3 / 6 = 5.0000167e-11; exp(d) - d - 1 in float64 would lose six of its digits.
-    k3 = K3()(torch.zeros(1, 1).double(), torch.full((1, 1), 1e-5).double()).item()
-    assert k3 == pytest.approx(5.0000167e-11, rel=1e-5)
+    # d = 1e-5: k3 = d^2 / 2 + d^3 / 6 + d^4 / 24 = 5.0000166667e-11; exp(d) - 1 - d would be right to five digits only.
+    k3 = K3()(torch.zeros(1, 1).double(), torch.full((1, 1), 1e-5, dtype=torch.float64)).item()
+    assert k3 == pytest.approx(5.00001666670833e-11, rel=1e-9, abs=0)
 
 
 def test_kl_term_of_the_loss():
