@@ -48,15 +48,7 @@ class CompletionLogger(L.Callback):
         trainer.logger.experiment.add_text("completions", "\n".join(lines), trainer.global_step)
 
     def _code(self, text: str) -> str:
-        # TensorBoard renders Markdown: whatever the policy wrote is shown as code on one line of the table.
+        # TensorBoard renders Markdown and HTML: every sign of what the policy wrote is spelled as an entity.
         shown = text if len(text) <= self.max_chars else text[: self.max_chars] + " ..."
-        for character, safe in (
-            ("&", "&amp;"),
-            ("<", "&lt;"),
-            (">", "&gt;"),
-            ("|", "&#124;"),
-            ("`", "&#96;"),
-            ("\n", " ↵ "),
-        ):
-            shown = shown.replace(character, safe)
-        return f"<code>{shown}</code>"
+        shown = shown.replace("\n", " ↵ ")
+        return f"<code>{''.join(c if c.isalnum() or c == ' ' else f'&#{ord(c)};' for c in shown)}</code>"

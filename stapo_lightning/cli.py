@@ -60,7 +60,8 @@ class StapoCLI(LightningCLI):
         config = self.config[subcommand]
         if config.get("ckpt_path") == "last":
             resume_last(config, subcommand)
-        if config.trainer.precision is None and torch.cuda.is_available() and torch.cuda.is_bf16_supported():
+        on_gpu = config.trainer.accelerator in ("auto", "gpu", "cuda")
+        if on_gpu and config.trainer.precision is None and torch.cuda.is_available() and torch.cuda.is_bf16_supported():
             config.trainer.precision = "bf16-mixed"
 
 
@@ -89,7 +90,11 @@ def resume_last(config: Any, subcommand: str) -> None:
     last = run / "checkpoints" / "last.ckpt"
     if last.exists():
         config.ckpt_path = str(last)
-        print(f"resuming {run}")
+        if subcommand == "fit":
+            update = torch.load(last, mmap=True, weights_only=True)["global_step"]
+            # What was logged between the checkpoint and the kill is logged again: TensorBoard drops the first version.
+            settings.purge_step = update + 1
+            print(f"resuming {run} at update {update}")
     elif subcommand == "fit":
         config.ckpt_path = None
         print(f"{run} was stopped before its first checkpoint: starting it from the beginning")
@@ -147,6 +152,8 @@ def main(args: Sequence[str] | None = None) -> None:
 
     """
     _quieten()
+    # A reward or selector in a file of the folder where `stapo` is started can be named in a config.
+    sys.path.insert(0, str(Path.cwd()))
     try:
         run(args)
     except StapoError as error:

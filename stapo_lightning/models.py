@@ -38,6 +38,12 @@ def policy_problems(policy: str) -> list[str]:
     return []
 
 
+def context_length(policy: str) -> int | None:
+    """Longest sequence that the policy's positions are made for, or None where its config does not say."""
+    config = AutoConfig.from_pretrained(resolve_policy(policy))
+    return getattr(config, "max_position_embeddings", None)
+
+
 def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 

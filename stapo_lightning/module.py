@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
@@ -29,6 +30,7 @@ from stapo_lightning.microbatch import micro_batches
 from stapo_lightning.models import (
     backbone,
     check_output_head,
+    context_length,
     end_token_ids,
     freeze,
     load_causal_lm,
@@ -52,6 +54,20 @@ from stapo_lightning.schedule import ConstantWithWarmup, Schedule
 from stapo_lightning.scoring import score
 
 PROGRESS_BAR = ("reward/mean", "policy/entropy", "s2t/silenced_fraction")
+
+
+@dataclass
+class _Outcome:
+    """What one optimiser step leaves behind to be measured; shapes as in UpdateRecord and LossOutput."""
+
+    record: UpdateRecord
+    clipped_low: Tensor
+    kl: Tensor | None
+    tau_h: float
+    loss: float
+    grad_norm: float
+    score_seconds: float
+    update_seconds: float
 
 
 class StapoModule(L.LightningModule):
@@ -143,7 +159,7 @@ class StapoModule(L.LightningModule):
         if self.trainer.accumulate_grad_batches != 1:
             found.append(
                 f"trainer.accumulate_grad_batches={self.trainer.accumulate_grad_batches}: leave it out;"
-                " model.prompts_per_update sets the size of an update and model.tokens_per_micro_batch how it is cut to fit the memory"
+                " model.prompts_per_update sets the size of an update, model.tokens_per_micro_batch how it is cut"
             )
         if found:
             raise ConfigError(found)
@@ -185,6 +201,14 @@ class StapoModule(L.LightningModule):
         if stage != "fit":
             return found
         found += self.plan().problems()
+        limit = context_length(self.policy_name) if not found else None
+        longest = data.max_prompt_tokens + data.sampling.max_new_tokens
+        if limit is not None and longest > limit:
+            found.append(
+                f"data.max_prompt_tokens={data.max_prompt_tokens} plus data.sampling.max_new_tokens="
+                f"{data.sampling.max_new_tokens} make {longest} tokens, but the policy reads at most {limit}"
+                " (max_position_embeddings); lower one of them"
+            )
         found += self.surrogate.problems() + self.selector.problems() + self.aggregation.problems()
         found += bounded("model.kl_coef", self.kl_coef, at_least=0)
         found += bounded("model.max_grad_norm", self.max_grad_norm, at_least=0)
@@ -285,23 +309,20 @@ class StapoModule(L.LightningModule):
 
         """
         started = time.perf_counter()
-        self.rollout_metrics.update(batch)
-        rollout = self.rollout_metrics.compute()
-        self.rollout_metrics.reset()
-
+        rollout = self._measure_rollout(batch)
         completions = self.prompts_per_update // self.ranks.size * batch.group_size
         records: list[UpdateRecord] = []
         for mini_batch in batch.mini_batches(completions):
-            record, metrics = self._update(mini_batch, first=not records)
-            records.append(record)
-            step_seconds = batch.rollout_seconds + batch.reward_seconds + time.perf_counter() - started
-            metrics |= rollout | {"time/step_s": step_seconds}
+            outcome = self._update(mini_batch)
+            metrics = rollout | self._measure_update(mini_batch, outcome, first=not records)
+            metrics["time/step_s"] = batch.rollout_seconds + batch.reward_seconds + time.perf_counter() - started
+            records.append(outcome.record)
             if self.global_step % self._log_interval == 0:
                 self._to_loggers(metrics)
         self._to_callbacks(metrics)
         return {"record": _join(records)}
 
-    def _update(self, batch: RolloutBatch, first: bool) -> tuple[UpdateRecord, dict[str, float]]:
+    def _update(self, batch: RolloutBatch) -> _Outcome:
         """One optimiser step on one mini-batch."""
         started = time.perf_counter()
         cut = micro_batches(batch.sequence_lengths, self.tokens_per_micro_batch)
@@ -333,31 +354,13 @@ class StapoModule(L.LightningModule):
                 # The strategy averages gradients over ranks; the loss is a sum over them.
                 self.manual_backward(output.loss * self.ranks.size)
             outputs.append(output)
-        outputs = outputs[: len(cut)]
 
+        outputs = outputs[: len(cut)]
         loss = float(self.ranks.sum(torch.stack([output.loss.detach().double() for output in outputs]).sum()))
         grad_norm = self._step(loss)
-        record, clipped_low, kl = self._record(scores, selection, outputs, cut)
-        finished = time.perf_counter()
-
-        if first:
-            self.mismatch_metrics.update(batch, scores.log_probs)
-        self.update_metrics.update(batch, record, clipped_low, kl)
-        metrics = self.update_metrics.compute() | (self.mismatch_metrics.compute() if first else {})
-        self.update_metrics.reset()
-        self.mismatch_metrics.reset()
-        if kl is None:
-            del metrics["policy/kl_ref"]
-        if not math.isnan(float(selection.tau_h)):
-            metrics["s2t/tau_h"] = float(selection.tau_h)
-        return record, metrics | {
-            "policy/loss": loss,
-            "policy/grad_norm": grad_norm,
-            "policy/lr": self._param_groups[0]["lr"],
-            "policy/skipped_steps": float(self.skipped_updates),
-            "time/score_s": scored - started,
-            "time/update_s": finished - started,
-        }
+        return self._outcome(
+            scores, selection, outputs, cut, loss, grad_norm, scored - started, time.perf_counter() - started
+        )
 
     def _score(self, batch: RolloutBatch) -> TokenScores:
         policy = self._loaded_policy
@@ -392,30 +395,69 @@ class StapoModule(L.LightningModule):
         if self.skipped_in_a_row >= self.max_skipped_updates:
             raise NonFiniteError(
                 f"{self.skipped_in_a_row} updates in a row had a loss ({loss}) or gradient norm ({norm}) that is not"
-                f" finite, up to update {self.global_step} (model.max_skipped_updates={self.max_skipped_updates}). Resume from"
-                " an earlier checkpoint with a lower learning rate (model.optimizer.init_args.lr) or a smaller"
-                " model.max_grad_norm; if it happens from the first update on, check trainer.precision"
+                f" finite, up to update {self.global_step} (model.max_skipped_updates={self.max_skipped_updates})."
+                " Resume from an earlier checkpoint with a lower learning rate (model.optimizer.init_args.lr) or"
+                " a smaller model.max_grad_norm; if it happens from the first update on, check trainer.precision"
             )
         return norm
 
-    def _record(
-        self, scores: TokenScores, selection: Selection, outputs: list[LossOutput], cut: list[Tensor]
-    ) -> tuple[UpdateRecord, Tensor, Tensor | None]:
-        def in_order(values: list[Tensor]) -> Tensor:
-            return torch.cat(values)[torch.cat(cut).argsort()]
+    def _outcome(
+        self,
+        scores: TokenScores,
+        selection: Selection,
+        outputs: list[LossOutput],
+        cut: list[Tensor],
+        loss: float,
+        grad_norm: float,
+        score_seconds: float,
+        update_seconds: float,
+    ) -> _Outcome:
+        back = torch.cat(cut).argsort()  # from the order of the micro-batches to that of the mini-batch
 
-        low = in_order([o.clipped_low for o in outputs])
-        high = in_order([o.clipped_high for o in outputs])
-        kl = in_order([o.kl for o in outputs if o.kl is not None]) if self.reference else None
+        def in_order(values: list[Tensor]) -> Tensor:
+            return torch.cat(values)[back]
+
+        low = in_order([output.clipped_low for output in outputs])
+        high = in_order([output.clipped_high for output in outputs])
         record = UpdateRecord(
             scores=scores,
             silenced=selection.silenced,
             candidates=selection.candidates,
-            ratio=in_order([o.ratio for o in outputs]),
+            ratio=in_order([output.ratio for output in outputs]),
             clipped=low | high,
             updates=(self.global_step, self.global_step),
         )
-        return record, low, kl
+        kl = in_order([output.kl for output in outputs if output.kl is not None]) if self.reference else None
+        return _Outcome(record, low, kl, float(selection.tau_h), loss, grad_norm, score_seconds, update_seconds)
+
+    # ---- measurements -----------------------------------------------------------------------------------------------
+
+    def _measure_rollout(self, batch: RolloutBatch) -> dict[str, float]:
+        self.rollout_metrics.update(batch)
+        metrics = self.rollout_metrics.compute()
+        self.rollout_metrics.reset()
+        return metrics
+
+    def _measure_update(self, batch: RolloutBatch, outcome: _Outcome, first: bool) -> dict[str, float]:
+        self.update_metrics.update(batch, outcome.record, outcome.clipped_low, outcome.kl)
+        metrics = self.update_metrics.compute()
+        self.update_metrics.reset()
+        if first:  # the policy that is scored is still the one that sampled
+            self.mismatch_metrics.update(batch, outcome.record.scores.log_probs)
+            metrics |= self.mismatch_metrics.compute()
+            self.mismatch_metrics.reset()
+        if outcome.kl is None:
+            del metrics["policy/kl_ref"]
+        if not math.isnan(outcome.tau_h):
+            metrics["s2t/tau_h"] = outcome.tau_h
+        return metrics | {
+            "policy/loss": outcome.loss,
+            "policy/grad_norm": outcome.grad_norm,
+            "policy/lr": self._param_groups[0]["lr"],
+            "policy/skipped_steps": float(self.skipped_updates),
+            "time/score_s": outcome.score_seconds,
+            "time/update_s": outcome.update_seconds,
+        }
 
     # ---- validate, test, predict ------------------------------------------------------------------------------------
 

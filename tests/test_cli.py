@@ -143,7 +143,7 @@ def _fake_run(root, name, checkpoint=True, config=True):
     if config:
         (run / "config.yaml").write_text("")
     if checkpoint:
-        (run / "checkpoints" / "last.ckpt").write_text("")
+        torch.save({"global_step": 7}, run / "checkpoints" / "last.ckpt")
     return run
 
 
@@ -154,6 +154,7 @@ def test_last_is_the_newest_run(tmp_path):
     config = _last(parse(QUICK, flags=(f"--trainer.logger.save_dir={tmp_path}",)))
     assert config.ckpt_path == str(newest / "checkpoints" / "last.ckpt")
     assert config.trainer.logger.init_args.version == "version_10"
+    assert config.trainer.logger.init_args.purge_step == 8
 
 
 def test_last_never_falls_back_to_an_older_run(tmp_path):

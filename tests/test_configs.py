@@ -15,7 +15,7 @@ STANDALONE = ("quickstart", "base")
 
 def test_every_config_is_covered():
     found = {path.relative_to(ROOT / "configs").with_suffix("").as_posix() for path in ROOT.glob("configs/**/*.yaml")}
-    assert found == {*STANDALONE, *(f"methods/{method}" for method in METHODS)}
+    assert found == {*STANDALONE, "debug", *(f"methods/{method}" for method in METHODS)}
 
 
 @pytest.mark.parametrize("name", STANDALONE)
@@ -34,6 +34,12 @@ EXPECTED = {
     "high_entropy_mask": (("Clipped", 0.2, 0.28), "HighEntropy", "TokenMean", 0.0),
     "random_mask": (("Clipped", 0.2, 0.28), "RandomCandidates", "TokenMean", 0.0),
 }
+
+
+@pytest.mark.parametrize("name", STANDALONE)
+def test_the_debug_overlay_shrinks_a_run(name):
+    config = parse(f"configs/{name}.yaml", "configs/debug.yaml")
+    assert (config.data.prompts_per_batch, config.model.prompts_per_update, config.trainer.max_steps) == (4, 4, 4)
 
 
 def test_all_methods_are_there():

@@ -276,6 +276,11 @@ def test_one_error_lists_every_problem(tmp_path):
         assert expected in text, text
 
 
+def test_a_policy_is_not_asked_for_more_tokens_than_it_has_positions_for(tmp_path):
+    with pytest.raises(ConfigError, match=r"32 plus data\.sampling\.max_new_tokens=300 make 332 tokens.*at most 256"):
+        trainer(tmp_path).fit(module(), datamodule=datamodule(sampling=Sampling(max_new_tokens=300)))
+
+
 def test_a_datamodule_is_needed(tmp_path):
     with pytest.raises(ConfigError, match="no datamodule"):
         trainer(tmp_path).fit(module(), train_dataloaders=torch.utils.data.DataLoader([0]))

@@ -91,7 +91,10 @@ def _scalars(folder: Path) -> dict[str, dict[int, float]]:
     events = EventAccumulator(str(_run(folder)), size_guidance={"scalars": 0})
     events.Reload()
     tags = [t for t in events.Tags()["scalars"] if not t.startswith("time/") and "per_second" not in t]
-    return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in tags}
+    scalars = {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in tags}
+    # No update is drawn twice: what was logged after the checkpoint and before the kill has been dropped.
+    assert all(len(scalars[tag]) == len(events.Scalars(tag)) for tag in tags)
+    return scalars
 
 
 def _assert_same(left, right, path="state"):

@@ -47,7 +47,7 @@ class RolloutDataModule(L.LightningDataModule):
     strictly on-policy, and a batch boundary is always a rollout boundary.
 
     Args:
-        reward: Scores completions.
+        reward: Scores completions. In evaluation a completion counts as correct where the reward is above 0.5.
         train_prompts: Problems to train on.
         val_prompts: Held-out problems, disjoint from those trained on; None for no validation.
         test_prompts: Problems of `stapo test`.
