@@ -16,7 +16,7 @@ from torch import Tensor
 _Rows = TypeVar("_Rows", "RolloutBatch", "TokenScores")
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen: Lightning's precision plugins copy every dataclass of a batch field by field
 class Prompt:
     """One problem.
 

@@ -217,9 +217,9 @@ class StapoModule(L.LightningModule):
 
     def _trainer_problems(self) -> list[str]:
         found = []
-        if self.trainer.precision == "16-mixed":
+        if self.trainer.precision in ("16-mixed", "16-true"):
             found.append(
-                "trainer.precision=16-mixed: float16 needs loss scaling, which is not supported; take bf16-mixed"
+                f"trainer.precision={self.trainer.precision}: float16 needs loss scaling, which is not supported; take bf16-mixed"
             )
         if self.trainer.world_size > 1 and self.trainer._accelerator_connector.use_distributed_sampler:
             found.append(
@@ -312,14 +312,16 @@ class StapoModule(L.LightningModule):
         rollout = self._measure_rollout(batch)
         completions = self.prompts_per_update // self.ranks.size * batch.group_size
         records: list[UpdateRecord] = []
+        latest: dict[str, float] = {}
         for mini_batch in batch.mini_batches(completions):
             outcome = self._update(mini_batch)
             metrics = rollout | self._measure_update(mini_batch, outcome, first=not records)
             metrics["time/step_s"] = batch.rollout_seconds + batch.reward_seconds + time.perf_counter() - started
             records.append(outcome.record)
+            latest |= metrics
             if self.global_step % self._log_interval == 0:
                 self._to_loggers(metrics)
-        self._to_callbacks(metrics)
+        self._to_callbacks(latest)
         return {"record": _join(records)}
 
     def _update(self, batch: RolloutBatch) -> _Outcome:

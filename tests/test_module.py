@@ -297,3 +297,23 @@ def test_validation_counts_held_out_prompts(tmp_path):
     assert results["val/greedy/avg@1"] > 0.7
     assert results["val/sampled/pass@1"] == pytest.approx(results["val/sampled/avg@2"])
     assert results["val/sampled/pass@2"] >= results["val/sampled/pass@1"]
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_bfloat16_trains_close_to_float32(precision, tmp_path):
+    metrics = {}
+    for name in ("32-true", precision):
+        recorder = Recorder()
+        run = trainer(tmp_path, max_steps=2, precision=name, callbacks=[recorder])
+        run.fit(module(), datamodule=datamodule())
+        metrics[name] = recorder.metrics[-1]
+        assert recorder.records[0].scores.log_probs.dtype == torch.float32  # log-softmax is never taken in bfloat16
+    # bfloat16 keeps 8 bits: log-probs differ by about 1 %, and other tokens may be drawn.
+    assert metrics[precision]["policy/entropy"] == pytest.approx(metrics["32-true"]["policy/entropy"], rel=0.25)
+    assert metrics[precision]["rollout/logprob_diff_mean"] < 0.05
+    assert metrics[precision]["policy/skipped_steps"] == 0
+
+
+def test_float16_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"trainer\.precision=16-true.*bf16-mixed"):
+        trainer(tmp_path, precision="16-true").fit(module(), datamodule=datamodule())
