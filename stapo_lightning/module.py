@@ -219,7 +219,8 @@ class StapoModule(L.LightningModule):
         found = []
         if self.trainer.precision in ("16-mixed", "16-true"):
             found.append(
-                f"trainer.precision={self.trainer.precision}: float16 needs loss scaling, which is not supported; take bf16-mixed"
+                f"trainer.precision={self.trainer.precision}: float16 needs loss scaling, which is not"
+                " supported; take bf16-mixed"
             )
         if self.trainer.world_size > 1 and self.trainer._accelerator_connector.use_distributed_sampler:
             found.append(

@@ -281,6 +281,15 @@ def test_a_policy_is_not_asked_for_more_tokens_than_it_has_positions_for(tmp_pat
         trainer(tmp_path).fit(module(), datamodule=datamodule(sampling=Sampling(max_new_tokens=300)))
 
 
+@pytest.mark.parametrize(
+    ("stage", "option"), [("fit", "train_prompts"), ("test", "test_prompts"), ("predict", "predict_prompts")]
+)
+def test_a_stage_without_prompts_names_the_option(stage, option, tmp_path):
+    data = datamodule(train_prompts=None)
+    with pytest.raises(ConfigError, match=rf"data\.{option} is not set: `stapo {stage}` has no prompts"):
+        getattr(trainer(tmp_path), stage)(module(), datamodule=data)
+
+
 def test_a_datamodule_is_needed(tmp_path):
     with pytest.raises(ConfigError, match="no datamodule"):
         trainer(tmp_path).fit(module(), train_dataloaders=torch.utils.data.DataLoader([0]))

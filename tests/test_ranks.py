@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.doubles import TINY
 from tests.ranks_worker import METHODS
@@ -32,6 +33,25 @@ def runs(tmp_path_factory):
     return folders
 
 
+def _scalars(folder: Path) -> dict[str, list[float]]:
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    kept = [tag for tag in events.Tags()["scalars"] if not tag.startswith("time/") and "per_second" not in tag]
+    return {tag: [event.value for event in events.Scalars(tag)] for tag in kept}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_two_ranks_measure_what_one_measures(runs, method):
+    one, two = (_scalars(runs[ranks] / method / "run") for ranks in (1, 2))
+    assert one.keys() == two.keys()
+    for tag, values in one.items():
+        # logprob_diff is itself float32 rounding, of about 1e-6.
+        assert two[tag] == pytest.approx(values, rel=1e-3, abs=1e-5), tag
+    if method != "grpo":
+        assert sum(one["s2t/silenced_count"]) >= 10
+        assert one["s2t/silenced_count"] == two["s2t/silenced_count"]
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_two_ranks_update_like_one(runs, method):
     one, two = (_weights(runs[ranks] / method / "run" / "policy") for ranks in (1, 2))
@@ -39,4 +59,4 @@ def test_two_ranks_update_like_one(runs, method):
     change = (one - start).abs().max()
     # The updates moved the weights, and the two runs moved them alike to float32 rounding.
     assert change > 1e-3
-    assert (one - two).abs().max() < 1e-5
+    assert (one - two).abs().max() < 1e-6

@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -110,6 +111,7 @@ class RolloutDataModule(L.LightningDataModule):
 
         Nothing is raised here: `problems` reports what went wrong together with everything else.
         """
+        stage = str(TrainerFn(stage).value)  # Lightning passes an enum member, which formats as TrainerFn.FITTING
         self._setup_problems = []
         for name in ("fit", "validate") if stage == "fit" else (stage,):
             source = self.sources[name]
