@@ -66,7 +66,7 @@ class StapoCLI(LightningCLI):
 
 
 def resume_last(config: Any, subcommand: str) -> None:
-    """Points `ckpt_path` at the newest run's last checkpoint, and the logger at that run's folder.
+    """Points `ckpt_path` at the newest checkpoint of the newest run, and the logger at that run's folder.
 
     The newest run is the highest version_N of the logger that was ever fitted. Where `fit` was stopped before its
     first checkpoint it starts again from the beginning, never from an older run.
@@ -87,11 +87,12 @@ def resume_last(config: Any, subcommand: str) -> None:
         raise StapoError(f"--ckpt_path last: no run under {root}; leave --ckpt_path out to start one")
     run = runs[-1]
     settings.version = run.name
-    last = run / "checkpoints" / "last.ckpt"
-    if last.exists():
-        config.ckpt_path = str(last)
+    # A kill may have hit between the first step=<n>.ckpt and its last.ckpt, and last.ckpt can be switched off.
+    newest = max(run.glob("checkpoints/*.ckpt"), key=lambda path: path.stat().st_mtime_ns, default=None)
+    if newest is not None:
+        config.ckpt_path = str(newest)
         if subcommand == "fit":
-            update = torch.load(last, mmap=True, weights_only=True)["global_step"]
+            update = torch.load(newest, mmap=True, weights_only=True)["global_step"]
             # What was logged between the checkpoint and the kill is logged again: TensorBoard drops the first version.
             settings.purge_step = update + 1
             print(f"resuming {run} at update {update}")
@@ -99,7 +100,7 @@ def resume_last(config: Any, subcommand: str) -> None:
         config.ckpt_path = None
         print(f"{run} was stopped before its first checkpoint: starting it from the beginning")
     else:
-        raise StapoError(f"--ckpt_path last: {last} does not exist")
+        raise StapoError(f"--ckpt_path last: no checkpoint in {run / 'checkpoints'}")
 
 
 def _runs(root: Path) -> list[Path]:

@@ -163,8 +163,16 @@ def test_last_never_falls_back_to_an_older_run(tmp_path):
     config = _last(parse(QUICK, flags=(f"--trainer.logger.save_dir={tmp_path}",)))
     assert config.ckpt_path is None
     assert config.trainer.logger.init_args.version == "version_1"
-    with pytest.raises(StapoError, match=r"version_1/checkpoints/last\.ckpt does not exist"):
+    with pytest.raises(StapoError, match=r"no checkpoint in .*version_1/checkpoints"):
         _last(parse(QUICK, flags=(f"--trainer.logger.save_dir={tmp_path}",)), "test")
+
+
+def test_last_is_the_newest_file_of_its_run(tmp_path):
+    run = _fake_run(tmp_path, "version_0")
+    torch.save({"global_step": 9}, run / "checkpoints" / "step=9.ckpt")  # killed before last.ckpt followed
+    config = _last(parse(QUICK, flags=(f"--trainer.logger.save_dir={tmp_path}",)))
+    assert config.ckpt_path == str(run / "checkpoints" / "step=9.ckpt")
+    assert config.trainer.logger.init_args.purge_step == 10
 
 
 def test_last_without_a_run_says_so(tmp_path):

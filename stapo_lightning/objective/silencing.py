@@ -39,6 +39,13 @@ def silence_below_quantile(statistic: Tensor, candidates: Tensor, q: float, rank
     return Selection(silenced=candidates & (statistic < tau), candidates=candidates, tau_h=tau)
 
 
+def _problems(selector: str, tau_p: float, q: float) -> list[str]:
+    return [
+        *bounded(f"{selector}.tau_p", tau_p, above=0, at_most=1),
+        *bounded(f"{selector}.q", q, at_least=0, at_most=1),
+    ]
+
+
 class TokenSelector(ABC):
     """Chooses the tokens of a mini-batch that are silenced."""
 
@@ -76,10 +83,7 @@ class S2T(TokenSelector):
         self.q = q
 
     def problems(self) -> list[str]:
-        return [
-            *bounded("S2T.tau_p", self.tau_p, above=0, at_most=1),
-            *bounded("S2T.q", self.q, at_least=0, at_most=1),
-        ]
+        return _problems("S2T", self.tau_p, self.q)
 
     def __call__(self, batch: RolloutBatch, scores: TokenScores, ranks: Ranks, update: int) -> Selection:
         candidates = low_probability_candidates(batch, scores, self.tau_p)
@@ -100,10 +104,7 @@ class S2TVersion1(TokenSelector):
         self.q = q
 
     def problems(self) -> list[str]:
-        return [
-            *bounded("S2TVersion1.tau_p", self.tau_p, above=0, at_most=1),
-            *bounded("S2TVersion1.q", self.q, at_least=0, at_most=1),
-        ]
+        return _problems("S2TVersion1", self.tau_p, self.q)
 
     def __call__(self, batch: RolloutBatch, scores: TokenScores, ranks: Ranks, update: int) -> Selection:
         candidates = low_probability_candidates(batch, scores, self.tau_p)
@@ -170,10 +171,7 @@ class HighEntropy(TokenSelector):
         self.q = q
 
     def problems(self) -> list[str]:
-        return [
-            *bounded("HighEntropy.tau_p", self.tau_p, above=0, at_most=1),
-            *bounded("HighEntropy.q", self.q, at_least=0, at_most=1),
-        ]
+        return _problems("HighEntropy", self.tau_p, self.q)
 
     def __call__(self, batch: RolloutBatch, scores: TokenScores, ranks: Ranks, update: int) -> Selection:
         candidates = low_probability_candidates(batch, scores, self.tau_p)
@@ -200,10 +198,7 @@ class RandomCandidates(TokenSelector):
         self.seed = seed
 
     def problems(self) -> list[str]:
-        return [
-            *bounded("RandomCandidates.tau_p", self.tau_p, above=0, at_most=1),
-            *bounded("RandomCandidates.q", self.q, at_least=0, at_most=1),
-        ]
+        return _problems("RandomCandidates", self.tau_p, self.q)
 
     def __call__(self, batch: RolloutBatch, scores: TokenScores, ranks: Ranks, update: int) -> Selection:
         candidates = low_probability_candidates(batch, scores, self.tau_p)

@@ -90,20 +90,12 @@ class DualClipped(Surrogate):
         self.dual_clip = dual_clip
 
     def problems(self) -> list[str]:
-        return [
-            *bounded("DualClipped.clip_low", self.clip_low, at_least=0, below=1),
-            *bounded("DualClipped.clip_high", self.clip_high, at_least=0),
-            *bounded("DualClipped.dual_clip", self.dual_clip, above=1 + self.clip_high),
-        ]
+        clip = Clipped(self.clip_low, self.clip_high).problems()
+        return clip + bounded("DualClipped.dual_clip", self.dual_clip, above=1 + self.clip_high)
 
     def __call__(self, log_ratio: Tensor, advantages: Tensor) -> SurrogateOutput:
         ratio = log_ratio.detach().exp()
-        low = (advantages < 0) & (ratio < 1 - self.clip_low)
-        high = (advantages > 0) & (ratio > 1 + self.clip_high)
         dual = (advantages < 0) & (ratio > self.dual_clip)
-        bound = (
-            torch.full_like(ratio, 1 + self.clip_high)
-            .masked_fill(low, 1 - self.clip_low)
-            .masked_fill(dual, self.dual_clip)
-        )
-        return SurrogateOutput(_flat_where(low | high | dual, bound, log_ratio, advantages), ratio, low, high | dual)
+        single = Clipped(self.clip_low, self.clip_high)(log_ratio.masked_fill(dual, 0.0), advantages)
+        loss = torch.where(dual, -self.dual_clip * advantages, single.loss)
+        return SurrogateOutput(loss, ratio, single.clipped_low, single.clipped_high | dual)
