@@ -53,6 +53,9 @@ from stapo_lightning.plan import Plan
 from stapo_lightning.schedule import ConstantWithWarmup, Schedule
 from stapo_lightning.scoring import score
 
+# Kept over a resume: updates skipped, skipped in a row, and the update of the last validation that was finished.
+_COUNTERS = ("skipped_updates", "skipped_in_a_row", "validated_update")
+
 PROGRESS_BAR = ("reward/mean", "policy/entropy", "s2t/silenced_fraction")
 
 
@@ -139,6 +142,7 @@ class StapoModule(L.LightningModule):
         self.accuracy: torch.nn.ModuleDict = torch.nn.ModuleDict()
         self.skipped_updates = 0
         self.skipped_in_a_row = 0
+        self.validated_update = 0
         self.eval_results: dict[str, float] = {}
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
@@ -287,9 +291,22 @@ class StapoModule(L.LightningModule):
         print("\n".join(self.plan().lines()), flush=True)
 
     def on_train_start(self) -> None:
-        """Puts the configured optimiser settings over those that a checkpoint restored: flags given on resume count."""
+        """Puts the configured optimiser settings over those that a checkpoint restored: flags given on resume count.
+
+        Then makes up for a validation that a kill cut off: the checkpoint of an update is taken before its validation,
+        and Lightning takes a validation that was due for one that was done.
+        """
         for group, configured in zip(self._param_groups, self._configured, strict=True):
             group.update(configured)
+        if self.trainer.ckpt_path and self.validated_update != self.global_step and self._validation_is_due():
+            self.trainer.validating = True
+            self.trainer.fit_loop.epoch_loop.val_loop.run()
+            self.trainer.training = True
+
+    def _validation_is_due(self) -> bool:
+        loop = self.trainer.fit_loop
+        fetcher = loop._data_fetcher
+        return self.trainer.enable_validation and fetcher is not None and loop.epoch_loop._should_check_val_fx(fetcher)
 
     @property
     def _optimizer(self) -> Any:
@@ -484,6 +501,15 @@ class StapoModule(L.LightningModule):
         """Publishes val/<decoding>/..."""
         self._publish_accuracy("val")
 
+    def on_validation_end(self) -> None:
+        """Takes the checkpoint of this update once more, so that it knows of its validation."""
+        if self.trainer.state.fn != "fit" or self.trainer.sanity_checking:
+            return
+        for callback in self.trainer.checkpoint_callbacks:
+            path = getattr(callback, "last_model_path", "")
+            if path and getattr(callback, "_last_global_step_saved", None) == self.global_step:
+                self.trainer.save_checkpoint(path)
+
     def on_test_epoch_end(self) -> None:
         """Publishes test/<decoding>/..."""
         self._publish_accuracy("test")
@@ -510,6 +536,7 @@ class StapoModule(L.LightningModule):
             results |= {f"{stage}/{name}/{key}": value for key, value in values.items()}
         self.eval_results = results
         if self.trainer.state.fn == "fit":
+            self.validated_update = self.global_step
             self._to_loggers(results)
             self._to_callbacks(results)
         else:
@@ -534,13 +561,12 @@ class StapoModule(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds the counters."""
-        checkpoint["stapo"] = {"skipped_updates": self.skipped_updates, "skipped_in_a_row": self.skipped_in_a_row}
+        checkpoint["stapo"] = {name: getattr(self, name) for name in _COUNTERS}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restores the counters."""
-        counters = checkpoint.get("stapo", {})  # absent in checkpoints that other modules saved
-        self.skipped_updates = counters.get("skipped_updates", 0)
-        self.skipped_in_a_row = counters.get("skipped_in_a_row", 0)
+        for name, value in checkpoint.get("stapo", {}).items():  # absent in checkpoints that other modules saved
+            setattr(self, name, value)
 
 
 def _in_order(parts: list[TokenScores], cut: list[Tensor]) -> TokenScores:

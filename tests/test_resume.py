@@ -146,11 +146,24 @@ def test_killed_at_random_points(whole, tmp_path):
     _assert_same_end(tmp_path, whole)
 
 
-@pytest.mark.parametrize("cut", [10, 14], ids=["epoch end", "inside an epoch"])
+@pytest.mark.parametrize("cut", [10, 14, 16], ids=["epoch end", "inside an epoch", "at a validation"])
 def test_stopped_and_resumed(cut, whole, tmp_path):
     _finish(tmp_path, f"--trainer.max_steps={cut}")
     _finish(tmp_path, "--ckpt_path=last")
     _assert_same_end(tmp_path, whole)
+
+
+def test_killed_between_checkpoint_and_validation(whole, tmp_path):
+    # 200 held-out problems make the validation long enough to be hit; the checkpoint of update 8 is the fourth.
+    flag = "--data.val_prompts.size=200"
+    _kill_after(tmp_path, 4, 0.02, flag)
+    assert _state(tmp_path)["global_step"] == 8
+    assert 8 not in _scalars(tmp_path)["val/greedy/avg@1"]
+    _finish(tmp_path, flag, "--ckpt_path=last")
+    assert set(_scalars(tmp_path)["val/greedy/avg@1"]) == {0, 8, 16, 24}
+    assert torch.equal(
+        *(_state(folder)["state_dict"]["policy.model.embed_tokens.weight"] for folder in (tmp_path, whole))
+    )
 
 
 def test_killed_before_the_first_checkpoint_starts_again(tmp_path):
