@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -44,10 +45,9 @@ def main(connection_fd: int, lifeline_fd: int, mark_fd: int, timeout_s: float) -
     _die_with_parent(lifeline_fd)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _die_first_when_memory_ends()
-    try:
+    # These errors: the parent is gone or wants no more.
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         _serve(Connection(connection_fd), mmap.mmap(mark_fd, MARK.size), timeout_s)
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        pass  # the parent is gone or wants no more
     # Threads that a reward left running must not keep the process.
     os._exit(0)
 

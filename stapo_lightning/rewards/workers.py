@@ -97,10 +97,10 @@ class RewardWorkers:
                 self._collect(wave)
                 if wave.losses >= _PATIENCE * self.workers:
                     self._give_up(wave)
+            return self._report(wave)
         except BaseException:
             self.close()
             raise
-        return self._report(wave)
 
     def close(self) -> None:
         """Kills the processes; a later `score` starts new ones."""
@@ -196,9 +196,8 @@ class RewardWorkers:
         if wave.raised:
             message, trace = wave.raised[max(wave.raised)]
             if len(wave.raised) == count:
-                raise RewardError(
-                    f"{self._name} raised on every one of {count} completions, the last time {message}\n{trace}".rstrip()
-                )
+                text = f"{self._name} raised on every one of {count} completions, the last time {message}\n{trace}"
+                raise RewardError(text.rstrip())
             message, trace = wave.raised[min(wave.raised)]
             shown = "" if self._traceback_shown else f"\n{trace}".rstrip()
             self._traceback_shown = self._traceback_shown or bool(trace)
@@ -336,8 +335,8 @@ def _pickled(reward: Reward) -> bytes:
         ) from error
     if b"__main__" in payload and any(argument == "__main__" for _, argument, _ in pickletools.genops(payload)):
         raise RewardError(
-            f"{reward_name(reward)} is or holds something defined in the script that was started, which worker processes"
-            f" do not run again; move it into a module of its own, or {_IN_PROCESS}"
+            f"{reward_name(reward)} is or holds something defined in the script that was started, which worker"
+            f" processes do not run again; move it into a module of its own, or {_IN_PROCESS}"
         )
     return payload
 

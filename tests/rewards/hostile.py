@@ -38,7 +38,7 @@ class Obeys(Reward):
         if verb == "overflow":
             _crash_stack()
         if verb == "bignum":  # holds the GIL for hours
-            return float(len(str(10 ** 10**8 // 3)))
+            return float(len(str(10**10**8 // 3)))
         if verb == "regex":
             return float(bool(re.match(r"(a+)+$", "a" * 64 + "b")))
         if verb == "child":  # starts a process, writes down its number, and waits for it

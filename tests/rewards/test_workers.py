@@ -250,7 +250,6 @@ def test_a_reward_that_cannot_be_loaded_is_refused_with_the_way_out(pool):
 
 # ---- what is left behind --------------------------------------------------------------------------------------------
 
-# The second row of the pool is told by its file that it has begun.
 _PARENT = """
 import sys
 from tests.rewards.hostile import Obeys
