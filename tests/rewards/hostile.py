@@ -37,7 +37,7 @@ class Obeys(Reward):
             ctypes.string_at(0)
         if verb == "overflow":
             _crash_stack()
-        if verb == "bignum":  # holds the GIL for hours
+        if verb == "bignum":  # holds the GIL for a minute or more
             return float(len(str(10**10**8 // 3)))
         if verb == "regex":
             return float(bool(re.match(r"(a+)+$", "a" * 64 + "b")))

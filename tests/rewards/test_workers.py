@@ -172,8 +172,8 @@ def test_what_a_row_started_is_gone_with_it(pool, tmp_path, verb):
 
 
 def test_the_completions_of_one_poisonous_prompt_cost_themselves_alone(pool):
-    # Eight neighbours: as many as make a pool give up where it meets nothing else.
-    scored = pool(timeout_s=0.3).score(completions(["1"] * 16 + ["sleep 60"] * 8 + ["1"] * 40))
+    # Eight neighbours: twice as many as make one process give up where it meets nothing else.
+    scored = pool(workers=1, timeout_s=0.3).score(completions(["1"] * 16 + ["sleep 60"] * 8 + ["1"] * 40))
     assert _values(scored) == [1] * 16 + [-1] * 8 + [1] * 40
     assert (scored.errors, scored.timeouts) == (0, 8)
 
@@ -277,7 +277,8 @@ def test_processes_die_with_a_parent_that_is_killed(tmp_path, text):
     family = psutil.Process(parent.pid).children(recursive=True)
     assert len(family) == 3  # two processes, and what one of them started
     parent.kill()
-    parent.communicate()
+    parent.wait()
+    parent.stdout.close()
     assert all(_gone(process.pid) for process in family)
 
 
