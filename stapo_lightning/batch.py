@@ -13,25 +13,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from stapo_lightning.prompt import Prompt as Prompt
+
 _Rows = TypeVar("_Rows", "RolloutBatch", "TokenScores")
-
-
-@dataclass  # not frozen: Lightning's precision plugins copy every dataclass of a batch field by field
-class Prompt:
-    """One problem.
-
-    Attributes:
-        text: What the policy reads.
-        answer: The gold answer that the reward compares with.
-        source: Name of the benchmark or data set; evaluation reports one line a source.
-        solution: A worked solution, used by the supervised warm start alone; "" where there is none.
-
-    """
-
-    text: str
-    answer: str
-    source: str = ""
-    solution: str = ""
 
 
 @dataclass

@@ -31,6 +31,7 @@ def datamodule(**changes) -> RolloutDataModule:
             Decoding("greedy", 1, Sampling(temperature=0.0, max_new_tokens=40)),
             Decoding("sampled", 2, Sampling(max_new_tokens=40)),
         ],
+        reward_workers=0,
     )
     return RolloutDataModule(**(settings | changes))
 

@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader
 
 from stapo_lightning.batch import Completions, EvalBatch, EvalSamples, Prompt, PromptBatch, RolloutBatch
 from stapo_lightning.data.prompts import PromptLoader, PromptSource, PromptStream, TokenizedPrompts, collate
-from stapo_lightning.errors import ConfigError, bounded
+from stapo_lightning.errors import ConfigError, RewardError, bounded
 from stapo_lightning.objective.advantages import AdvantageEstimator, GroupNormalized
 from stapo_lightning.randomness import hash_keys
-from stapo_lightning.rewards import Completion, Reward, ScoredRows, score_completions
+from stapo_lightning.rewards import Completion, Reward, RewardWorkers, ScoredRows, score_completions
 from stapo_lightning.rollout import HFEngine, RolloutEngine, Sampling, Vocabulary
 
 
@@ -48,7 +48,8 @@ class RolloutDataModule(L.LightningDataModule):
     strictly on-policy, and a batch boundary is always a rollout boundary.
 
     Args:
-        reward: Scores completions. In evaluation a completion counts as correct where the reward is above 0.5.
+        reward: Scores completions. In evaluation a completion counts as correct where the reward is above 0.5. A row
+            whose reward fails or takes too long is left out of its group, and is wrong in evaluation.
         train_prompts: Problems to train on.
         val_prompts: Held-out problems, disjoint from those trained on; None for no validation.
         test_prompts: Problems of `stapo test`.
@@ -64,6 +65,10 @@ class RolloutDataModule(L.LightningDataModule):
             temperature 1.
         predict_decoding: How `stapo predict` samples.
         eval_prompts_per_batch: Held-out prompts sampled at a time on each rank.
+        reward_workers: Processes on each rank that run the reward, one completion at a time, at least 0. 0 calls it
+            with all completions at once in the training process, where nothing can stop one that hangs or crashes.
+        reward_timeout_s: Longest wall time of one completion's reward in seconds, above 0; a row over it is counted in
+            reward/timeouts and its process is replaced. Without effect where reward_workers is 0.
 
     """
 
@@ -83,6 +88,8 @@ class RolloutDataModule(L.LightningDataModule):
         decodings: list[Decoding] | None = None,
         predict_decoding: Decoding | None = None,
         eval_prompts_per_batch: int = 64,
+        reward_workers: int = 2,
+        reward_timeout_s: float = 10.0,
     ) -> None:
         super().__init__()
         self.reward = reward
@@ -100,6 +107,9 @@ class RolloutDataModule(L.LightningDataModule):
         ]
         self.predict_decoding = predict_decoding or Decoding("predict", 1, Sampling(max_new_tokens=limit))
         self.eval_prompts_per_batch = eval_prompts_per_batch
+        self.reward_workers = reward_workers
+        self.reward_timeout_s = reward_timeout_s
+        self._workers: RewardWorkers | None = None
         self.prompts_seen = 0
         self.loaded: dict[str, TokenizedPrompts] = {}
         self._setup_problems: list[str] = []
@@ -123,6 +133,18 @@ class RolloutDataModule(L.LightningDataModule):
                 self.loaded[name] = self._tokenize(name, source.load())
             except ConfigError as error:
                 self._setup_problems += error.problems
+        if self.reward_workers > 0:
+            try:
+                # Starts no process yet.
+                self._workers = RewardWorkers(self.reward, self.reward_workers, self.reward_timeout_s)
+            except RewardError as error:
+                self._setup_problems.append(f"data.reward: {error}")
+
+    def teardown(self, stage: str) -> None:
+        """Ends the processes of the reward."""
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
 
     def _tokenize(self, name: str, prompts: Sequence[Prompt]) -> TokenizedPrompts:
         if not prompts:
@@ -152,6 +174,10 @@ class RolloutDataModule(L.LightningDataModule):
             )
         found += bounded("data.max_prompt_tokens", self.max_prompt_tokens, at_least=1)
         found += bounded("data.eval_prompts_per_batch", self.eval_prompts_per_batch, at_least=1)
+        found += bounded("data.reward_workers", self.reward_workers, at_least=0)
+        found += bounded("data.reward_timeout_s", self.reward_timeout_s, above=0)
+        if self.reward_workers > 0 and os.name != "posix":
+            found.append(f"data.reward_workers={self.reward_workers}: must be 0 on {os.name}, processes need POSIX")
         found += self.engine.problems()
         found += self.sampling.problems("data.sampling")
         if self.sampling.temperature == 0:
@@ -275,6 +301,7 @@ class RolloutDataModule(L.LightningDataModule):
             prompts=prompts,
             texts=texts,
             reward_errors=scored.errors,
+            reward_timeouts=scored.timeouts,
             rollout_seconds=sampled - started,
             reward_seconds=finished - sampled,
         )
@@ -307,7 +334,7 @@ class RolloutDataModule(L.LightningDataModule):
     def _score(self, prompts: Sequence[Prompt], texts: Sequence[str], completions: Completions) -> ScoredRows:
         lengths, truncated = completions.lengths.tolist(), completions.truncated.tolist()
         rows = [Completion(*row) for row in zip(prompts, texts, lengths, truncated, strict=True)]
-        return score_completions(self.reward, rows)
+        return score_completions(self.reward, rows) if self._workers is None else self._workers.score(rows)
 
 
 def _repeat(uids: Tensor, samples: int) -> Tensor:

@@ -8,8 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stapo_lightning.batch import Prompt
 from stapo_lightning.errors import RewardError
+from stapo_lightning.prompt import Prompt
 
 _log = logging.getLogger(__name__)
 
@@ -42,21 +42,31 @@ class Reward(ABC):
 
 @dataclass
 class ScoredRows:
-    """Attributes: values (one float a completion, nan where it failed) and errors (how many failed)."""
+    """The rewards of some completions.
+
+    Attributes:
+        values: One float a completion, in order; nan where there is none.
+        errors: Rows whose reward raised, crashed or was not a number.
+        timeouts: Rows whose reward did not return in time; only `RewardWorkers` can stop one.
+
+    """
 
     values: list[float]
     errors: int
+    timeouts: int = 0
 
 
 def score_completions(reward: Reward, completions: Sequence[Completion]) -> ScoredRows:
     """Calls `reward` on all completions, and row by row where that raises, so that one hostile row costs itself alone.
+
+    Runs in this process, where nothing stops a reward that does not return: `RewardWorkers` does.
 
     Raises:
         RewardError: The number of values differs from the number of completions, or it raised on every row.
 
     """
     try:
-        values = _checked(reward, completions)
+        values = checked_values(reward, completions)
     except RewardError:
         raise
     except Exception:
@@ -65,7 +75,7 @@ def score_completions(reward: Reward, completions: Sequence[Completion]) -> Scor
         raised = 0
         for completion in completions:
             try:
-                values += _checked(reward, [completion])
+                values += checked_values(reward, [completion])
             except RewardError:
                 raise
             except Exception as error:
@@ -73,26 +83,33 @@ def score_completions(reward: Reward, completions: Sequence[Completion]) -> Scor
                 values.append(math.nan)
         if last is not None and raised == len(completions):
             raise RewardError(
-                f"{_name(reward)} raised on every one of {len(completions)} completions, the last time"
+                f"{reward_name(reward)} raised on every one of {len(completions)} completions, the last time"
                 f" {type(last).__name__}: {last}"
             ) from last
         if last is not None:
-            _log.warning("%s raised %s: %s (row left out of its group)", _name(reward), type(last).__name__, last)
+            _log.warning("%s raised %s: %s (row left out of its group)", reward_name(reward), type(last).__name__, last)
     return ScoredRows(values, sum(math.isnan(v) for v in values))
 
 
-def _checked(reward: Reward, completions: Sequence[Completion]) -> list[float]:
+def checked_values(reward: Reward, completions: Sequence[Completion]) -> list[float]:
+    """What `reward` returns for `completions` as floats, nan for None and whatever is not finite.
+
+    Raises:
+        RewardError: It is not one value a completion.
+        Exception: Whatever the reward raises.
+
+    """
     values = reward(completions)
     try:
         count = len(values)
     except TypeError:
         raise RewardError(
-            f"{_name(reward)} returned {type(values).__name__} {values!r} for {len(completions)} completions;"
+            f"{reward_name(reward)} returned {type(values).__name__} {values!r} for {len(completions)} completions;"
             " return a list with one float for each completion"
         ) from None
     if count != len(completions):
         raise RewardError(
-            f"{_name(reward)} returned {count} values for {len(completions)} completions;"
+            f"{reward_name(reward)} returned {count} values for {len(completions)} completions;"
             " return a list with one float for each completion"
         )
     return [_number(value) for value in values]
@@ -103,5 +120,6 @@ def _number(value: float | None) -> float:
     return number if math.isfinite(number) else math.nan
 
 
-def _name(reward: Reward) -> str:
+def reward_name(reward: Reward) -> str:
+    """How messages call `reward`."""
     return f"reward {type(reward).__module__}.{type(reward).__qualname__}"

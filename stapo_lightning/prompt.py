@@ -1,0 +1,23 @@
+"""One problem. Free of torch, so that the processes that run rewards start fast."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass  # not frozen: Lightning's precision plugins copy every dataclass of a batch field by field
+class Prompt:
+    """One problem.
+
+    Attributes:
+        text: What the policy reads.
+        answer: The gold answer that the reward compares with.
+        source: Name of the benchmark or data set; evaluation reports one line a source.
+        solution: A worked solution, used by the supervised warm start alone; "" where there is none.
+
+    """
+
+    text: str
+    answer: str
+    source: str = ""
+    solution: str = ""
