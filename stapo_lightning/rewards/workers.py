@@ -137,7 +137,7 @@ class RewardWorkers:
             rows, ended = worker.rows, self._replace(worker)
             place = worker.mark()[1]
             reason = f"its worker process died ({ended})"
-            wave.lost(reason, answered=place > 0)
+            wave.lost(reason)
             if rows and place >= 0:
                 wave.raised[rows.pop(place)] = (reason, "")
             wave.put_back(rows)
@@ -165,7 +165,7 @@ class RewardWorkers:
         rows = worker.rows
         self._replace(worker)
         started, place = worker.mark()  # it may have gone on to another row until it was killed
-        wave.lost(None, answered=place > 0)
+        wave.lost(None)
         if place >= 0 and now - started >= self.timeout_s:
             wave.timed_out.add(rows.pop(place))
         wave.put_back(rows)
@@ -173,6 +173,8 @@ class RewardWorkers:
     def _replace(self, worker: _Worker) -> str:
         self._pool.remove(worker)
         ended = worker.kill()
+        # The rows before the one to blame are scored again, and alone: the next loss must not cost them once more.
+        self._chunk = 1
         # At once: it imports what it needs while other rows are scored, or while the policy trains.
         self._pool.append(_Worker(self._payload, self.timeout_s))
         return ended
@@ -243,9 +245,9 @@ class _Wave:
         self.values |= {row: value for row, value in zip(rows, values, strict=True) if row not in failed}
         self.losses = 0
 
-    def lost(self, reason: str | None, answered: bool = False) -> None:
-        """Counts a process that was lost, None: for its time; `answered`: it had scored a row of its chunk before."""
-        self.losses = 1 if answered else self.losses + 1
+    def lost(self, reason: str | None) -> None:
+        """Counts a process that was lost; None: for its time."""
+        self.losses += 1
         self.last_loss = reason
 
 

@@ -188,6 +188,15 @@ def test_a_reward_that_hangs_on_every_row_does_not_stall_the_run(pool, caplog):
     assert there.score(completions(["1", "0"])).values == [1.0, 0.0]
 
 
+def test_a_good_row_is_not_scored_again_and_again_while_others_hang(pool):
+    there = pool(workers=1, timeout_s=0.3)
+    there.score(completions(["0"] * 500))  # so that the first chunk is a large one
+    started = time.perf_counter()
+    scored = there.score(completions(["1"] + ["sleep 60"] * 99))
+    assert time.perf_counter() - started < 5 * (0.3 + 0.5)
+    assert _values(scored) == [1] + [-1] * 99 and scored.timeouts == 99
+
+
 def test_a_process_that_dies_between_two_calls_is_replaced(pool):
     there = pool(DiesWhenIdle(), workers=1)
     for value in (0.0, 1.0):
