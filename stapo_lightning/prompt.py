@@ -10,10 +10,12 @@ class Prompt:
     """One problem.
 
     Attributes:
-        text: What the policy reads.
+        text: What the policy reads: with `messages`, the datamodule puts the rendered chat template here.
         answer: The gold answer that the reward compares with.
         source: Name of the benchmark or data set; evaluation reports one line a source.
         solution: A worked solution, used by the supervised warm start alone; "" where there is none.
+        messages: (role, content) pairs to which the policy's chat template is applied; empty for plain text.
+        metadata: JSON text for a reward that needs more than the answer; "" where there is none.
 
     """
 
@@ -21,3 +23,5 @@ class Prompt:
     answer: str
     source: str = ""
     solution: str = ""
+    messages: tuple[tuple[str, str], ...] = ()
+    metadata: str = ""

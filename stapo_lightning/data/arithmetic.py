@@ -11,9 +11,9 @@ import zlib
 from collections.abc import Sequence
 from typing import Literal
 
-from stapo_lightning.batch import Prompt
 from stapo_lightning.data.prompts import PromptSource
 from stapo_lightning.errors import ConfigError, bounded, raise_problems
+from stapo_lightning.prompt import Prompt
 
 Split = Literal["warmstart", "train", "val", "test"]
 

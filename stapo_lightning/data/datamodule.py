@@ -8,16 +8,19 @@ import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from stapo_lightning.batch import Completions, EvalBatch, EvalSamples, Prompt, PromptBatch, RolloutBatch
+from stapo_lightning.data.gold_check import gold_problems
 from stapo_lightning.data.prompts import PromptLoader, PromptSource, PromptStream, TokenizedPrompts, collate
+from stapo_lightning.data.rendering import tokenize
 from stapo_lightning.errors import ConfigError, RewardError, bounded
 from stapo_lightning.objective.advantages import AdvantageEstimator, GroupNormalized
 from stapo_lightning.randomness import hash_keys
@@ -60,7 +63,8 @@ class RolloutDataModule(L.LightningDataModule):
         advantage: Rewards of a group -> advantages.
         prompts_per_batch: Prompts of one rollout, over all ranks (paper: 256).
         group_size: G, completions of each prompt, at least 2 (paper: 8).
-        max_prompt_tokens: Longest prompt allowed (paper: 1024).
+        max_prompt_tokens: Longest prompt allowed, with its chat template (paper: 1024).
+        long_prompts: Prompts over that limit are dropped with a count ("drop") or stop the run ("error").
         decodings: How held-out prompts are sampled in validate and test; default: greedy, and 4 samples at
             temperature 1.
         predict_decoding: How `stapo predict` samples.
@@ -69,6 +73,9 @@ class RolloutDataModule(L.LightningDataModule):
             with all completions at once in the training process, where nothing can stop one that hangs or crashes.
         reward_timeout_s: Longest wall time of one completion's reward in seconds, above 0; a row over it is counted in
             reward/timeouts and its process is replaced. Without effect where reward_workers is 0.
+        gold_check: Prompts, of those trained on and of the held-out ones each, whose gold answers are scored before
+            training; 0 leaves the check out.
+        gold_check_share: Share of them, in [0, 1], that the reward must find correct, or the run stops with examples.
 
     """
 
@@ -85,11 +92,14 @@ class RolloutDataModule(L.LightningDataModule):
         prompts_per_batch: int = 256,
         group_size: int = 8,
         max_prompt_tokens: int = 1024,
+        long_prompts: Literal["drop", "error"] = "drop",
         decodings: list[Decoding] | None = None,
         predict_decoding: Decoding | None = None,
         eval_prompts_per_batch: int = 64,
         reward_workers: int = 2,
         reward_timeout_s: float = 10.0,
+        gold_check: int = 64,
+        gold_check_share: float = 0.9,
     ) -> None:
         super().__init__()
         self.reward = reward
@@ -100,6 +110,7 @@ class RolloutDataModule(L.LightningDataModule):
         self.prompts_per_batch = prompts_per_batch
         self.group_size = group_size
         self.max_prompt_tokens = max_prompt_tokens
+        self.long_prompts = long_prompts
         limit = sampling.max_new_tokens
         self.decodings = decodings or [
             Decoding("greedy", 1, Sampling(temperature=0.0, max_new_tokens=limit)),
@@ -110,6 +121,8 @@ class RolloutDataModule(L.LightningDataModule):
         self.reward_workers = reward_workers
         self.reward_timeout_s = reward_timeout_s
         self._workers: RewardWorkers | None = None
+        self.gold_check = gold_check
+        self.gold_check_share = gold_check_share
         self.prompts_seen = 0
         self.loaded: dict[str, TokenizedPrompts] = {}
         self._setup_problems: list[str] = []
@@ -123,22 +136,43 @@ class RolloutDataModule(L.LightningDataModule):
         """
         stage = str(TrainerFn(stage).value)  # Lightning passes an enum member, which formats as TrainerFn.FITTING
         self._setup_problems = []
+        try:
+            tokenizer = self._tokenizer
+        except ConfigError as error:  # no reason to leave the files unread: their problems belong into the same error
+            tokenizer, self._setup_problems = None, list(error.problems)
         for name in ("fit", "validate") if stage == "fit" else (stage,):
             source = self.sources[name]
             if source is None:
                 if name == stage:
                     self._setup_problems.append(f"data.{_option(name)} is not set: `stapo {stage}` has no prompts")
                 continue
+            option = f"data.{_option(name)}"
             try:
-                self.loaded[name] = self._tokenize(name, source.load())
+                loaded = source.load()
+                prompts, remarks = self._within_limit(tokenize(loaded, tokenizer)) if tokenizer else (None, [])
             except ConfigError as error:
-                self._setup_problems += error.problems
+                self._setup_problems += [f"{option}: {problem}" for problem in error.problems]
+                continue
+            if prompts is None:
+                continue
+            self.loaded[name] = prompts
+            _print_counts(option, len(prompts), [*source.remarks, *remarks])
         if self.reward_workers > 0:
             try:
                 # Starts no process yet.
                 self._workers = RewardWorkers(self.reward, self.reward_workers, self.reward_timeout_s)
             except RewardError as error:
                 self._setup_problems.append(f"data.reward: {error}")
+        if stage == "fit" and not self._setup_problems and not self._worker_problems():
+            for name, prompts in self.loaded.items():
+                self._setup_problems += gold_problems(
+                    f"data.{_option(name)}",
+                    prompts.prompts,
+                    self.reward,
+                    self._score_rows,
+                    self.gold_check,
+                    self.gold_check_share,
+                )
 
     def teardown(self, stage: str) -> None:
         """Ends the processes of the reward."""
@@ -146,20 +180,28 @@ class RolloutDataModule(L.LightningDataModule):
             self._workers.close()
             self._workers = None
 
-    def _tokenize(self, name: str, prompts: Sequence[Prompt]) -> TokenizedPrompts:
-        if not prompts:
-            raise ConfigError([f"data.{_option(name)}: the source holds no prompt"])
-        ids = self._tokenizer([p.text for p in prompts], return_attention_mask=False)["input_ids"]
-        too_long = [i for i, row in enumerate(ids) if len(row) > self.max_prompt_tokens]
-        if too_long:
+    def _within_limit(self, prompts: TokenizedPrompts) -> tuple[TokenizedPrompts, list[str]]:
+        """The prompts of at most max_prompt_tokens, and a remark where others were dropped."""
+        if not len(prompts):
+            raise ConfigError(["the source holds no prompt"])
+        lengths = [len(ids) for ids in prompts.token_ids]
+        kept = [i for i, length in enumerate(lengths) if length <= self.max_prompt_tokens]
+        dropped = len(lengths) - len(kept)
+        if not dropped:
+            return prompts, []
+        if self.long_prompts == "error" or not kept:
+            first = next(i for i, length in enumerate(lengths) if length > self.max_prompt_tokens)
             raise ConfigError(
                 [
-                    f"data.{_option(name)}: {len(too_long)} of {len(prompts)} prompts are longer than"
-                    f" data.max_prompt_tokens={self.max_prompt_tokens}, the longest has {max(map(len, ids))} tokens,"
-                    f" the first is {prompts[too_long[0]].text[:60]!r}; raise the limit or drop them"
+                    f"{dropped} of {len(lengths)} prompts are longer than data.max_prompt_tokens="
+                    f"{self.max_prompt_tokens}, the longest has {max(lengths)} tokens, the first is"
+                    f" {prompts.prompts[first].text[:60]!r}; raise the limit or drop them (data.long_prompts: drop)"
                 ]
             )
-        return TokenizedPrompts(prompts, ids)
+        remark = f"{dropped:,} longer than data.max_prompt_tokens={self.max_prompt_tokens}"
+        return TokenizedPrompts([prompts.prompts[i] for i in kept], [prompts.token_ids[i] for i in kept]), [
+            f"dropped {remark}"
+        ]
 
     def problems(self, world_size: int) -> list[str]:
         """Everything that is wrong with this configuration, one sentence each; call it after `setup`."""
@@ -174,10 +216,9 @@ class RolloutDataModule(L.LightningDataModule):
             )
         found += bounded("data.max_prompt_tokens", self.max_prompt_tokens, at_least=1)
         found += bounded("data.eval_prompts_per_batch", self.eval_prompts_per_batch, at_least=1)
-        found += bounded("data.reward_workers", self.reward_workers, at_least=0)
-        found += bounded("data.reward_timeout_s", self.reward_timeout_s, above=0)
-        if self.reward_workers > 0 and os.name != "posix":
-            found.append(f"data.reward_workers={self.reward_workers}: must be 0 on {os.name}, processes need POSIX")
+        found += self._worker_problems()
+        found += bounded("data.gold_check", self.gold_check, at_least=0)
+        found += bounded("data.gold_check_share", self.gold_check_share, at_least=0, at_most=1)
         found += self.engine.problems()
         found += self.sampling.problems("data.sampling")
         if self.sampling.temperature == 0:
@@ -194,6 +235,13 @@ class RolloutDataModule(L.LightningDataModule):
         for decoding in (*self.decodings, self.predict_decoding):
             found += decoding.sampling.problems(f"data.decodings {decoding.name!r}: sampling")
             found += bounded(f"data.decodings {decoding.name!r}: samples", decoding.samples, at_least=1)
+        return found
+
+    def _worker_problems(self) -> list[str]:
+        found = bounded("data.reward_workers", self.reward_workers, at_least=0)
+        found += bounded("data.reward_timeout_s", self.reward_timeout_s, above=0)
+        if self.reward_workers > 0 and os.name != "posix":
+            found.append(f"data.reward_workers={self.reward_workers}: must be 0 on {os.name}, processes need POSIX")
         return found
 
     @property
@@ -333,8 +381,15 @@ class RolloutDataModule(L.LightningDataModule):
 
     def _score(self, prompts: Sequence[Prompt], texts: Sequence[str], completions: Completions) -> ScoredRows:
         lengths, truncated = completions.lengths.tolist(), completions.truncated.tolist()
-        rows = [Completion(*row) for row in zip(prompts, texts, lengths, truncated, strict=True)]
+        return self._score_rows([Completion(*row) for row in zip(prompts, texts, lengths, truncated, strict=True)])
+
+    def _score_rows(self, rows: Sequence[Completion]) -> ScoredRows:
         return score_completions(self.reward, rows) if self._workers is None else self._workers.score(rows)
+
+
+@rank_zero_only
+def _print_counts(option: str, count: int, remarks: Sequence[str]) -> None:
+    print(f"{option}: {count:,} prompt{'s' if count != 1 else ''}{'; ' if remarks else ''}{', '.join(remarks)}")
 
 
 def _repeat(uids: Tensor, samples: int) -> Tensor:

@@ -13,7 +13,14 @@ from stapo_lightning.batch import Prompt, PromptBatch
 
 
 class PromptSource(ABC):
-    """A finite list of problems."""
+    """A finite list of problems.
+
+    Attributes:
+        remarks: What the last `load` did besides reading, such as "dropped 12 repeated"; printed once.
+
+    """
+
+    remarks: Sequence[str] = ()
 
     @abstractmethod
     def load(self) -> Sequence[Prompt]:

@@ -39,6 +39,13 @@ class Reward(ABC):
     def __call__(self, completions: Sequence[Completion]) -> Sequence[float | None]:
         """One value a completion, in order. None or nan: this row could not be scored and is left out of its group."""
 
+    def gold(self, prompt: Prompt) -> str:
+        r"""A completion that this reward must find correct; "" where there is no saying. The default is \boxed{answer}.
+
+        Before training, a sample of the prompts is scored with it.
+        """
+        return prompt.answer if "\\boxed{" in prompt.answer else f"\\boxed{{{prompt.answer}}}"
+
 
 @dataclass
 class ScoredRows:
