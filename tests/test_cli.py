@@ -205,7 +205,14 @@ def test_fit_prints_sizes_results_and_where_things_lie(fitted):
     run, outputs = fitted
     text = outputs["fit"]
     assert text.count("16 prompts x 8 completions = 128 sequences") == 1
-    for expected in ("val/sampled/avg@4", "before", "after", "held-out results after 4 updates", "silenced", str(run)):
+    for expected in (
+        "val/arithmetic/sampled/avg@4",
+        "before",
+        "after",
+        "after 4 updates",
+        "silenced",
+        str(run),
+    ):
         assert expected in text, text
     assert f"tensorboard --logdir {run.parent}" in text
     assert "Warning" not in text
@@ -213,9 +220,33 @@ def test_fit_prints_sizes_results_and_where_things_lie(fitted):
 
 
 def test_validate_and_test_print_their_results(fitted):
-    _, outputs = fitted
-    assert "val/sampled/avg@4" in outputs["validate"]
-    assert "test/sampled/pass@4" in outputs["test"]
+    run, outputs = fitted
+    for subcommand in ("validate", "test"):
+        text = outputs[subcommand]
+        assert re.search(r"sampled .*\d+\.\d%", text), text
+        assert "maj@4" in text
+        assert "Test metric" not in text  # Lightning's table would say it all again
+    (folder,) = (run / "test").iterdir()
+    assert f"results      {folder / 'results.json'}" in outputs["test"]
+    assert f"completions  {folder / 'completions.jsonl'}" in outputs["test"]
+
+
+def test_the_results_are_those_of_the_completions(fitted):
+    run, outputs = fitted
+    (folder,) = (run / "test").iterdir()
+    rows = [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
+    results = json.loads((folder / "results.json").read_text())
+    assert results["update"] == 4
+    assert results["checkpoint"].endswith(".ckpt")
+    for result in results["results"]:
+        mine = [row for row in rows if row["decoding"] == result["decoding"]]
+        assert len(mine) == result["problems"] * result["samples"]
+        accuracy = result["estimates"][f"avg@{result['samples']}"]
+        assert accuracy["value"] == pytest.approx(sum(row["correct"] for row in mine) / len(mine))
+        assert accuracy["low"] <= accuracy["value"] <= accuracy["high"]
+        assert f"{accuracy['value']:.1%}" in outputs["test"]
+        for row in mine:
+            assert row["correct"] == (row["answer"] == row["gold"])
 
 
 def test_predict_writes_jsonl(fitted):
@@ -223,7 +254,8 @@ def test_predict_writes_jsonl(fitted):
     rows = [json.loads(line) for line in (run / "predictions.jsonl").read_text().splitlines()]
     assert len(rows) == 4
     assert set(rows[0]) == {
-        "source", "prompt_number", "prompt", "answer", "completion", "correct", "tokens", "truncated",
+        "source", "prompt_number", "prompt", "answer", "completion", "extracted", "correct", "tokens",
+        "truncated",
     }  # fmt: skip
     for row in rows:
         assert row["correct"] == (f"\\boxed{{{row['answer']}}}" in row["completion"])
@@ -266,10 +298,10 @@ def test_tensorboard_holds_every_tag(fitted):
         "completion/length_mean", "completion/length_max", "completion/truncated_fraction",
         "rollout/logprob_diff_mean", "rollout/logprob_diff_max", "rollout/tokens_per_second",
         "time/rollout_s", "time/reward_s", "time/score_s", "time/update_s", "time/step_s",
-        "val/greedy/avg@1", "val/sampled/avg@4", "val/sampled/pass@4",
+        "val/arithmetic/greedy/avg@1", "val/arithmetic/sampled/avg@4", "val/arithmetic/sampled/pass@4",
     }  # fmt: skip
     assert expected <= set(events.Tags()["scalars"]), expected - set(events.Tags()["scalars"])
-    steps = [event.step for event in events.Scalars("val/sampled/avg@4")]
+    steps = [event.step for event in events.Scalars("val/arithmetic/sampled/avg@4")]
     assert steps[:3] == [0, 2, 4]  # before the first update, then every second rollout
     assert [event.step for event in events.Scalars("reward/mean")] == [1, 2, 3, 4]
     assert any("config" in tag for tag in events.Tags()["tensors"])

@@ -46,6 +46,11 @@ class Reward(ABC):
         """
         return prompt.answer if "\\boxed{" in prompt.answer else f"\\boxed{{{prompt.answer}}}"
 
+    def answer(self, completion: Completion) -> str | None:
+        from stapo_lightning.rewards.boxed import last_boxed
+
+        return last_boxed(completion.text)
+
 
 @dataclass
 class ScoredRows:
