@@ -31,15 +31,22 @@ class Benchmarks(PromptSource):
 
     Args:
         benchmarks: The benchmarks; their names differ.
+        max_problems: For a quick look: so many problems of each benchmark, from its start; 0 takes all.
+        max_samples: For a quick look: no more than so many completions of each problem; 0 takes what each benchmark
+            says.
 
     """
 
-    def __init__(self, benchmarks: list[Benchmark]) -> None:
+    def __init__(self, benchmarks: list[Benchmark], max_problems: int = 0, max_samples: int = 0) -> None:
         self.benchmarks = benchmarks
+        self.max_problems = max_problems
+        self.max_samples = max_samples
 
     def load(self) -> Sequence[Prompt]:
         names = [benchmark.name for benchmark in self.benchmarks]
         found = [] if len(set(names)) == len(names) else [f"benchmarks: the names {names} must differ"]
+        found += bounded("max_problems", self.max_problems, at_least=0)
+        found += bounded("max_samples", self.max_samples, at_least=0)
         prompts: list[Prompt] = []
         remarks: list[str] = []
         for benchmark in self.benchmarks:
@@ -51,8 +58,10 @@ class Benchmarks(PromptSource):
             except ConfigError as error:
                 found += [f"{benchmark.name}: {problem}" for problem in error.problems]
                 continue
-            prompts += [replace(prompt, source=benchmark.name, samples=benchmark.samples) for prompt in loaded]
-            remarks.append(f"{benchmark.name} {len(loaded):,} x {benchmark.samples}")
+            taken = loaded[: self.max_problems or None]
+            samples = min(benchmark.samples, self.max_samples or benchmark.samples)
+            prompts += [replace(prompt, source=benchmark.name, samples=samples) for prompt in taken]
+            remarks.append(f"{benchmark.name} {len(taken):,} x {samples}")
             remarks += [f"{benchmark.name} {remark}" for remark in benchmark.prompts.remarks]
         if found:
             raise ConfigError(found)

@@ -24,6 +24,14 @@ def test_each_prompt_carries_its_benchmark_and_number_of_samples():
     assert source.remarks == ["one 2 x 32", "two 1 x 4", "two dropped 3"]
 
 
+def test_a_quick_look_takes_fewer_problems_and_samples():
+    benchmarks = [Benchmark("one", _Given("a", "b", "c"), 32), Benchmark("two", _Given("d"), 1)]
+    source = Benchmarks(benchmarks, max_problems=2, max_samples=4)
+    assert [(p.text, p.samples) for p in source.load()] == [("a", 4), ("b", 4), ("d", 1)]
+    with pytest.raises(ConfigError, match=r"max_problems=-1: must be at least 0\n.*max_samples=-2: must be at least 0"):
+        Benchmarks(benchmarks, max_problems=-1, max_samples=-2).load()
+
+
 def test_all_problems_of_all_benchmarks_come_at_once():
     source = Benchmarks(
         [
