@@ -28,8 +28,8 @@ class HFPrompts(PromptSource):
         columns: Where a row holds what.
         wording: The words around each problem, and whether the policy's chat template is applied.
         name: Source of the rows that name none: evaluation reports one line a source.
-        conflicts: A row that asks the same as an earlier one with another answer: "error", or "first" keeps the
-            earlier. Rows that repeat the answer as well are dropped with a count.
+        conflicts: Rows that ask the same with different answers: "error", or "drop" leaves such problems out with a
+            count, as nobody can say which answer is right. Rows that repeat the answer as well are dropped with a count.
         revision: Commit, tag or branch of a hub data set; "" for the newest.
 
     """

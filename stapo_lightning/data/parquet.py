@@ -27,8 +27,8 @@ class ParquetPrompts(PromptSource):
             reward_model.ground_truth, source: data_source.
         wording: The words around each problem, and whether the policy's chat template is applied.
         name: Source of the rows that name none: evaluation reports one line a source.
-        conflicts: A row that asks the same as an earlier one with another answer: "error", or "first" keeps the
-            earlier. Rows that repeat the answer as well are dropped with a count.
+        conflicts: Rows that ask the same with different answers: "error", or "drop" leaves such problems out with a
+            count, as nobody can say which answer is right. Rows that repeat the answer as well are dropped with a count.
 
     """
 
@@ -73,4 +73,5 @@ class ParquetPrompts(PromptSource):
                         number += 1
                         collector.add(path, number, row)
         except (arrow.ArrowException, OSError) as error:
-            collector.complain(path, f"no readable Parquet file ({str(error).splitlines()[0]}); expected one")
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            collector.complain(path, f"no readable Parquet file ({reason}); expected one")
