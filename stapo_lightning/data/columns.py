@@ -173,8 +173,8 @@ def _parsed(text: str) -> Any:
 
 def _answer(value: Any, columns: Columns, found: list[str]) -> str:
     where = f"the answer (column {columns.answer!r}, columns.answer)"
-    text = _digits(value) if isinstance(value, (int, float, Decimal)) else "" if value is None else value
-    if not isinstance(text, str):
+    text = "" if value is None else value if isinstance(value, str) else _digits(value)
+    if text is None:
         found.append(f"{where} is {_shown(value)}; expected text or a finite number (a dotted name reaches into it)")
         return ""
     text = text.strip()
@@ -191,9 +191,11 @@ def _answer(value: Any, columns: Columns, found: list[str]) -> str:
     return text
 
 
-def _digits(value: int | float | Decimal) -> str | None:
+def _digits(value: Any) -> str | None:
     """A number as one writes it by hand; None for what is not a finite number."""
-    number = Decimal(str(value)) if not isinstance(value, bool) else Decimal("nan")
+    if isinstance(value, bool) or not isinstance(value, (int, float, Decimal)):
+        return None
+    number = Decimal(str(value))
     if not number.is_finite():
         return None
     digits = f"{number:f}"

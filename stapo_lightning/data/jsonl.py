@@ -25,7 +25,7 @@ class JsonlPrompts(PromptSource):
         wording: The words around each problem, and whether the policy's chat template is applied.
         name: Source of the rows that name none: evaluation reports one line a source.
         conflicts: Rows that ask the same with different answers: "error", or "drop" leaves such problems out with a
-            count, as nobody can say which answer is right. Rows that repeat the answer as well are dropped with a count.
+            count, as none of the answers can be trusted. Rows that repeat the answer as well are dropped with a count.
 
     """
 
@@ -51,15 +51,7 @@ class JsonlPrompts(PromptSource):
         for path in paths:
             try:
                 for number, line in _lines(path):
-                    try:
-                        row = _parsed(line)
-                    except (ValueError, RecursionError) as error:
-                        shown = line.decode(errors="replace")[:60]
-                        collector.complain(
-                            path, f"not one JSON object ({_reason(error)}): {shown!r}; mend the line", number
-                        )
-                    else:
-                        collector.add(path, number, row)
+                    _add(collector, path, number, line)
             except OSError as error:
                 collector.complain(path, f"cannot be read ({error.strerror}); correct path or permissions")
         prompts, self.remarks = collector.finish()
@@ -72,6 +64,16 @@ def _lines(path: str) -> Iterator[tuple[int, bytes]]:
             text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             if stripped := text.strip():
                 yield number, stripped
+
+
+def _add(collector: PromptCollector, path: str, number: int, line: bytes) -> None:
+    try:
+        row = _parsed(line)
+    except (ValueError, RecursionError) as error:
+        shown = line.decode(errors="replace")[:60]
+        collector.complain(path, f"not one JSON object ({_reason(error)}): {shown!r}; mend the line", number)
+    else:
+        collector.add(path, number, row)
 
 
 def _parsed(line: bytes) -> Any:

@@ -20,6 +20,9 @@ _BATCH = 10_000
 class ParquetPrompts(PromptSource):
     """Problems from Parquet files. Rows are numbered from 1; only the named columns are read.
 
+    Every rank reads all rows and keeps the distinct problems: about half a minute for the 1.8 million rows of
+    DAPO-Math-17k, where each problem is repeated a hundred times.
+
     Args:
         path: A file, relative to the working directory, or a pattern such as data/*.parquet, read in alphabetical
             order.
@@ -28,7 +31,7 @@ class ParquetPrompts(PromptSource):
         wording: The words around each problem, and whether the policy's chat template is applied.
         name: Source of the rows that name none: evaluation reports one line a source.
         conflicts: Rows that ask the same with different answers: "error", or "drop" leaves such problems out with a
-            count, as nobody can say which answer is right. Rows that repeat the answer as well are dropped with a count.
+            count, as none of the answers can be trusted. Rows that repeat the answer as well are dropped with a count.
 
     """
 
