@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import contextmanager
 
 import psutil
 import pytest
@@ -107,8 +108,9 @@ def unreadable(tmp_path):
     return JsonlPrompts(str(path))
 
 
-@pytest.fixture
-def no_process_left():
+@contextmanager
+def _no_process_left():
+    """To be left while the datamodule still lives: its end would be the end of its processes."""
     before = _children()
     yield
     assert _children() == before
@@ -119,9 +121,9 @@ def _children():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_run_stops_before_training(workers, unreadable, tmp_path, no_process_left):
+def test_a_run_stops_before_training(workers, unreadable, tmp_path):
     data = datamodule(train_prompts=unreadable, val_prompts=unreadable, reward_workers=workers)
-    with pytest.raises(ConfigError) as raised:
+    with _no_process_left(), pytest.raises(ConfigError) as raised:
         trainer(tmp_path).fit(module(), datamodule=data)
     assert [problem.split(": reward")[0] for problem in raised.value.problems] == [
         "data.train_prompts",
@@ -131,9 +133,10 @@ def test_a_run_stops_before_training(workers, unreadable, tmp_path, no_process_l
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_run_whose_answers_are_read_trains(workers, tmp_path, no_process_left):
-    run = trainer(tmp_path, max_steps=2)
-    run.fit(module(), datamodule=datamodule(reward_workers=workers))
+def test_a_run_whose_answers_are_read_trains(workers, tmp_path):
+    run, data = trainer(tmp_path, max_steps=2), datamodule(reward_workers=workers)
+    with _no_process_left():
+        run.fit(module(), datamodule=data)
     assert run.global_step == 2
 
 
@@ -154,15 +157,16 @@ def _belongs(process, run):
     return (process.info["environ"] or {}).get("STAPO_TEST_RUN") == run
 
 
-def test_processes_end_where_something_else_stops_the_run(tmp_path, no_process_left):
+def test_processes_end_where_something_else_stops_the_run(tmp_path):
     # The gold answers are scored by then: the module's own check comes after the datamodule's setup.
-    with pytest.raises(ConfigError, match=r"model\.prompts_per_update=3 does not divide"):
-        trainer(tmp_path).fit(module(prompts_per_update=3), datamodule=datamodule(reward_workers=2))
+    data = datamodule(reward_workers=2)
+    with _no_process_left(), pytest.raises(ConfigError, match=r"model\.prompts_per_update=3 does not divide"):
+        trainer(tmp_path).fit(module(prompts_per_update=3), datamodule=data)
 
 
-def test_processes_end_where_the_reward_breaks_its_contract(tmp_path, no_process_left):
+def test_processes_end_where_the_reward_breaks_its_contract(tmp_path):
     data = datamodule(reward=Fixed([1.0, 0.0]), reward_workers=2, gold_check=0)
-    with pytest.raises(RewardError, match="returned 2 values for 1 completions"):
+    with _no_process_left(), pytest.raises(RewardError, match="returned 2 values for 1 completions"):
         trainer(tmp_path).fit(module(), datamodule=data)
 
 
