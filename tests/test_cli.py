@@ -80,7 +80,16 @@ def test_every_argument_of_ours_is_described():
 
 
 @pytest.mark.parametrize(
-    ("base", "name"), [("model.selector", "S2T"), ("model.surrogate", "DualClipped"), ("data.engine", "HFEngine")]
+    ("base", "name"),
+    [
+        ("model.selector", "S2T"),
+        ("model.surrogate", "DualClipped"),
+        ("data.engine", "HFEngine"),
+        ("data.train_prompts", "JsonlPrompts"),
+        ("data.train_prompts", "ParquetPrompts"),
+        ("data.train_prompts", "HFPrompts"),
+        ("data.train_prompts", "ReasoningGymPrompts"),
+    ],
 )
 def test_arguments_of_components_are_described(base, name):
     printed = stapo("fit", f"--{base}.help", name).stdout

@@ -45,7 +45,7 @@ def test_long_prompts_can_stop_the_run(source, tmp_path):
     assert problem.startswith(
         "data.train_prompts: 2 of 6 prompts are longer than data.max_prompt_tokens=32, the longest has "
     )
-    assert f"the first is {LONG[0]!r}" in problem
+    assert f"the first is {LONG[0][:60]!r}" in problem
 
 
 def test_nothing_but_long_prompts_stops_the_run(source, tmp_path):
