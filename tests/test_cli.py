@@ -6,8 +6,10 @@ import re
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from stapo_lightning.cli import StapoCLI, resume_last
+from stapo_lightning.data import ArithmeticPrompts
 from stapo_lightning.errors import StapoError
 from tests.cli import parse, stapo
 
@@ -78,7 +80,16 @@ def test_every_argument_of_ours_is_described():
 
 
 @pytest.mark.parametrize(
-    ("base", "name"), [("model.selector", "S2T"), ("model.surrogate", "DualClipped"), ("data.engine", "HFEngine")]
+    ("base", "name"),
+    [
+        ("model.selector", "S2T"),
+        ("model.surrogate", "DualClipped"),
+        ("data.engine", "HFEngine"),
+        ("data.train_prompts", "JsonlPrompts"),
+        ("data.train_prompts", "ParquetPrompts"),
+        ("data.train_prompts", "HFPrompts"),
+        ("data.train_prompts", "ReasoningGymPrompts"),
+    ],
 )
 def test_arguments_of_components_are_described(base, name):
     printed = stapo("fit", f"--{base}.help", name).stdout
@@ -284,8 +295,6 @@ def test_the_exported_policy_loads_and_generates_in_transformers(fitted):
 
 
 def test_tensorboard_holds_every_tag(fitted):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     run, _ = fitted
     events = EventAccumulator(str(run))
     events.Reload()
@@ -321,3 +330,59 @@ def test_a_second_run_gets_its_own_folder(fitted):
     )
     assert done.returncode == 0, done.stderr
     assert os.path.exists(run.parent / "version_1" / "config.yaml")
+
+
+def test_all_that_is_wrong_with_the_files_comes_in_the_same_error(tmp_path):
+    train, val = tmp_path / "train.jsonl", tmp_path / "val.jsonl"
+    train.write_text(
+        '{"question": "From 1: +2.", "answer": "3"}\n{"question": "From\n{"question": " ", "answer": null}\n'
+    )
+    val.write_text('{"problem": "From 1: +2.", "answer": "3"}\n')
+    done = stapo(
+        "fit", "--config", QUICK, "--data.train_prompts=JsonlPrompts", f"--data.train_prompts.path={train}",
+        "--data.val_prompts=JsonlPrompts", f"--data.val_prompts.path={val}", "--model.prompts_per_update=5",
+        "--model.policy=/no/such/model", f"--trainer.logger.save_dir={tmp_path}",
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "6 problems in the configuration" in done.stderr
+    for expected in (
+        f"data.train_prompts: {train}, row 2: not one JSON object (",
+        f"data.train_prompts: {train}, row 3: the prompt (column 'question', columns.prompt) is empty",
+        f"data.train_prompts: {train}, row 3: the answer (column 'answer', columns.answer) is empty",
+        f"data.val_prompts: {val}, row 1: no column 'question' (columns.prompt); columns found: problem, answer",
+        "model.policy='/no/such/model': no such folder",
+        "model.prompts_per_update=5 does not divide data.prompts_per_batch=16",
+    ):
+        assert expected in done.stderr
+
+
+def test_a_jsonl_file_with_its_own_column_names_trains(tmp_path):
+    prompts = ArithmeticPrompts("train", 40).load()
+    rows = [{"task": {"text": prompt.text}, "gold": int(prompt.answer)} for prompt in prompts]
+    path = tmp_path / "train.jsonl"
+    path.write_text(
+        "".join(json.dumps(row) + "\n" for row in [*rows, rows[0], {"task": {"text": "1" * 50}, "gold": 1}])
+    )
+    config = tmp_path / "my_data.yaml"
+    config.write_text(f"""
+data:
+  train_prompts:
+    class_path: stapo_lightning.data.JsonlPrompts
+    init_args:
+      path: {path}
+      columns: {{prompt: task.text, answer: gold}}
+      wording: {{suffix: "\\n"}}
+""")
+    done = stapo(
+        "fit", "--config", QUICK, "--config", str(config), "--config", "configs/debug.yaml",
+        "--data.val_prompts.size=8", "--data.reward_workers=1", f"--trainer.logger.save_dir={tmp_path}",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    text = "data.train_prompts: 40 prompts; dropped 1 repeated, dropped 1 longer than data.max_prompt_tokens=32"
+    assert done.stdout.count(text) == 1
+    assert "held-out results after 4 updates" in done.stdout
+    events = EventAccumulator(str(tmp_path / "quickstart" / "version_0"))
+    events.Reload()
+    # What the policy reads is, with the line break of the suffix, what it has learnt to read: it solves some.
+    assert max(event.value for event in events.Scalars("reward/mean")) > 0.1

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -157,39 +158,34 @@ class RolloutDataModule(L.LightningDataModule):
         """
         stage = str(TrainerFn(stage).value)  # Lightning passes an enum member, which formats as TrainerFn.FITTING
         self._setup_problems = []
-        try:
+        if self.sources[stage] is None:
+            self._setup_problems.append(f"data.{_option(stage)} is not set: `stapo {stage}` has no prompts")
+        names = ("fit", "validate") if stage == "fit" else (stage,)
+        sources = {name: source for name in names if (source := self.sources[name]) is not None}
+        # All files are read before the tokenizer: where that is missing too, their problems stand in the same error.
+        read: dict[str, Sequence[Prompt]] = {}
+        for name, source in sources.items():
+            with self._noting(f"data.{_option(name)}: "):
+                read[name] = source.load()
+        with self._noting():
             tokenizer = self._tokenizer
-        except ConfigError as error:  # no reason to leave the files unread: their problems belong into the same error
-            tokenizer, self._setup_problems = None, list(error.problems)
-        for name in ("fit", "validate") if stage == "fit" else (stage,):
-            source = self.sources[name]
-            if source is None:
-                if name == stage:
-                    self._setup_problems.append(f"data.{_option(name)} is not set: `stapo {stage}` has no prompts")
-                continue
-            option = f"data.{_option(name)}"
-            try:
-                loaded = source.load()
-                prompts, remarks = self._within_limit(tokenize(loaded, tokenizer)) if tokenizer else (None, [])
-            except ConfigError as error:
-                self._setup_problems += [f"{option}: {problem}" for problem in error.problems]
-                continue
-            if prompts is None:
-                continue
-            self.loaded[name] = prompts if name == "fit" else prompts.by_source()
-            _print_counts(option, len(prompts), [*source.remarks, *remarks])
+            for name, prompts in read.items():
+                with self._noting(f"data.{_option(name)}: "):
+                    kept, dropped = self._within_limit(tokenize(prompts, tokenizer))
+                    self.loaded[name] = kept if name == "fit" else kept.by_source()
+                    _print_counts(f"data.{_option(name)}", len(kept), [*sources[name].remarks, *dropped])
         if self.reward_workers > 0:
             try:
                 # Starts no process yet.
                 self._workers = RewardWorkers(self.reward, self.reward_workers, self.reward_timeout_s)
             except RewardError as error:
                 self._setup_problems.append(f"data.reward: {error}")
-        self._store = self._open_store() if stage == "test" else None
+        self._store = self._open_store() if stage == "test" and not self._setup_problems else None
         if stage == "fit" and not self._setup_problems and not self._worker_problems():
-            for name, prompts in self.loaded.items():
+            for name in read:
                 self._setup_problems += gold_problems(
                     f"data.{_option(name)}",
-                    prompts.prompts,
+                    self.loaded[name].prompts,
                     self.reward,
                     self._score_rows,
                     self.gold_check,
@@ -207,8 +203,23 @@ class RolloutDataModule(L.LightningDataModule):
         """Where `stapo test` keeps the completions, and its report the results; None in other stages."""
         return self._store.folder if self._store else None
 
+    @contextmanager
+    def _noting(self, prefix: str = "") -> Iterator[None]:
+        """Keeps the problems of a ConfigError for `problems`, each behind `prefix`."""
+        try:
+            yield
+        except ConfigError as error:
+            self._setup_problems += [f"{prefix}{problem}" for problem in error.problems]
+
     def teardown(self, stage: str) -> None:
         """Ends the processes of the reward."""
+        self._end_workers()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Ends them too where a run stops with an error, which Lightning does not tear down; also one of `setup`."""
+        self._end_workers()
+
+    def _end_workers(self) -> None:
         if self._workers is not None:
             self._workers.close()
             self._workers = None
