@@ -14,6 +14,11 @@ from rich.table import Table
 
 from stapo_lightning.evaluation import Estimate, average, by_decoding, estimates
 
+# Columns of a terminal below which a table of the six benchmarks would be cut.
+_NARROWEST = 110
+
+_KINDS = ("avg@", "pass@", "maj@")
+
 
 class EvaluationReport(L.Callback):
     """Prints accuracy a decoding and benchmark with 95 % confidence intervals, and writes it to results.json.
@@ -32,14 +37,14 @@ class EvaluationReport(L.Callback):
         folder = trainer.datamodule.results_folder  # type: ignore[attr-defined]
         results = self._results(pl_module)
         tables = [self._overview(results), *self._details(results)]
-        console = Console()
+        console = Console(width=max(Console().width, _NARROWEST))
         for table in tables:
             console.print(table)
         console.print(f"results      {self._write(folder or run, trainer, pl_module, results)}", soft_wrap=True)
         if folder:
             console.print(f"completions  {folder / 'completions.jsonl'}", soft_wrap=True)
         if isinstance(trainer.logger, TensorBoardLogger):
-            trainer.logger.experiment.add_text("results", "\n\n".join(map(_markdown, tables)), trainer.global_step)
+            trainer.logger.experiment.add_text("results", "\n\n".join(map(_markdown, tables)), pl_module.loaded_update)
 
     @staticmethod
     def _results(pl_module: Any) -> list[dict[str, Any]]:
@@ -67,15 +72,14 @@ class EvaluationReport(L.Callback):
         table = Table(title="accuracy, 95 % interval", title_justify="left")
         table.add_column("")
         for name in dict.fromkeys(result["benchmark"] for result in results):
-            samples = {
-                str(result["samples"]) for result in results if result["benchmark"] == name and "samples" in result
-            }
-            table.add_column(f"{name}\n{'avg@' + ', '.join(sorted(samples)) if samples else ''}", justify="right")
+            samples = {result.get("samples") for result in results if result["benchmark"] == name}
+            # One k for all decodings, or none in the head of the column.
+            measure = f"avg@{samples.pop()}" if len(samples) == 1 and None not in samples else "avg@k"
+            table.add_column(f"{name}\n{measure}", justify="right")
         rows: dict[str, list[str]] = {}
         for result in results:
             accuracy: Estimate = next(iter(result["estimates"].values()))
-            cell = f"{accuracy.value:.1%}\n{100 * accuracy.low:.1f}-{100 * accuracy.high:.1f}"
-            rows.setdefault(result["decoding"], []).append(cell)
+            rows.setdefault(result["decoding"], []).append(f"{accuracy.value:.1%}\n{_ends(accuracy)}")
         for decoding, cells in rows.items():
             table.add_row(decoding, *cells)
         return table
@@ -86,20 +90,17 @@ class EvaluationReport(L.Callback):
         for result in results:
             if "means" not in result:
                 continue
-            decoding = result["decoding"]
-            if decoding not in tables:
-                tables[decoding] = Table(title=decoding, title_justify="left")
-                for column in ("benchmark", "problems", "measure", "value", "95 % interval"):
-                    tables[decoding].add_column(
-                        column, justify="left" if column in ("benchmark", "measure") else "right"
-                    )
-            head = [result["benchmark"], str(result["problems"])]
-            for measure, value in result["estimates"].items():
-                tables[decoding].add_row(*head, measure, f"{value.value:.1%}", f"{value.low:.1%} to {value.high:.1%}")
-                head = ["", ""]
-            for measure, mean in result["means"].items():
-                shown = f"{mean:.1%}" if measure.endswith("_fraction") else f"{mean:,.1f}"
-                tables[decoding].add_row("", "", measure, shown, "")
+            table = tables.setdefault(result["decoding"], Table(title=result["decoding"], title_justify="left"))
+            if not table.columns:
+                for column in ("benchmark", "problems", "avg@k", "pass@k", "maj@k", *result["means"]):
+                    table.add_column(column.replace("_", "\n"), justify="left" if column == "benchmark" else "right")
+            cells = []
+            for kind in _KINDS:
+                # Of pass@1, pass@2, ... the last, with all samples.
+                found = [(name, value) for name, value in result["estimates"].items() if name.startswith(kind)]
+                cells += [f"{name} {value.value:.1%}\n{_ends(value)}" for name, value in found[-1:]] or [""]
+            means = [f"{m:.1%}" if n.endswith("fraction") else f"{m:,.1f}" for n, m in result["means"].items()]
+            table.add_row(result["benchmark"], str(result["problems"]), *cells, *means)
         return list(tables.values())
 
     @staticmethod
@@ -109,7 +110,7 @@ class EvaluationReport(L.Callback):
         content = {
             "policy": pl_module.policy_name,
             "checkpoint": trainer.ckpt_path,
-            "update": trainer.global_step,
+            "update": pl_module.loaded_update,
             "decodings": [asdict(decoding) for decoding in trainer.datamodule.decodings],  # type: ignore[attr-defined]
             "results": [
                 result | {"estimates": {name: asdict(value) for name, value in result["estimates"].items()}}
@@ -118,6 +119,10 @@ class EvaluationReport(L.Callback):
         }
         target.write_text(json.dumps(content, indent=1, default=str) + "\n")
         return target
+
+
+def _ends(value: Estimate) -> str:
+    return f"{100 * value.low:.1f}-{100 * value.high:.1f}"
 
 
 def _markdown(table: Table) -> str:

@@ -118,24 +118,25 @@ def resampled_means(values: Tensor, seed: int = 0) -> Tensor:
     return torch.cat(parts)
 
 
-def estimate(values: Tensor, resamples: Tensor) -> Estimate:
-    """Mean with a 95 % percentile-bootstrap interval over problems.
+def estimate(values: Sequence[Tensor], resamples: Tensor) -> Estimate:
+    """The mean over benchmarks of a measure, with a 95 % percentile-bootstrap interval over problems.
 
     A resample of equal values says nothing. Where all problems are at 0, or all at 1, the interval ends at the exact
     (Clopper-Pearson) bound for as many draws of a coin: 0 of 30 problems gives [0, 0.116].
 
     Args:
-        values: [n] one value a problem.
-        resamples: [4000] means of their resamples.
+        values: [n_b] one value a problem, a tensor a benchmark.
+        resamples: [4000] the same mean, of resampled problems.
 
     """
-    mean = float(values.mean())
+    mean = float(torch.stack([v.mean() for v in values]).mean())
     tail = (1 - _CONFIDENCE) / 2
     low, high = torch.quantile(resamples, torch.tensor([tail, 1 - tail], dtype=resamples.dtype)).tolist()
-    bound = tail ** (1 / len(values))
-    if bool((values == 0).all()):
+    all_values = torch.cat(list(values))
+    bound = tail ** (1 / len(all_values))
+    if bool((all_values == 0).all()):
         high = 1 - bound
-    elif bool((values == 1).all()):
+    elif bool((all_values == 1).all()):
         low = bound
     return Estimate(mean, low, high)
 
@@ -150,7 +151,7 @@ def estimates(evaluation: Evaluation, values: Tensor) -> dict[str, Estimate]:
     """
     resamples = resampled_means(values)
     return {
-        measure: estimate(values[:, i], resamples[:, i])
+        measure: estimate([values[:, i]], resamples[:, i])
         for i, measure in enumerate(evaluation.measures)
         if "@" in measure
     }
@@ -188,7 +189,4 @@ def average(values: Sequence[Tensor]) -> Estimate:
         values: [n_b] avg@k of each problem, a tensor a benchmark.
 
     """
-    means = torch.stack([resampled_means(v[:, None], seed)[:, 0] for seed, v in enumerate(values)]).mean(0)
-    tail = (1 - _CONFIDENCE) / 2
-    low, high = torch.quantile(means, torch.tensor([tail, 1 - tail], dtype=means.dtype)).tolist()
-    return Estimate(float(torch.stack([v.mean() for v in values]).mean()), low, high)
+    return estimate(values, torch.stack([resampled_means(v[:, None], i)[:, 0] for i, v in enumerate(values)]).mean(0))

@@ -146,6 +146,7 @@ class StapoModule(L.LightningModule):
         self.skipped_updates = 0
         self.skipped_in_a_row = 0
         self.validated_update = 0
+        self.loaded_update = 0
         self.eval_results: dict[str, float] = {}
         self.eval_values: list[tuple[Evaluation, Tensor]] = []
         self._tokenizer: PreTrainedTokenizerBase | None = None
@@ -575,6 +576,7 @@ class StapoModule(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restores the counters."""
+        self.loaded_update = checkpoint.get("global_step", 0)  # outside of fit the Trainer's own count stays at 0
         for name, value in checkpoint.get("stapo", {}).items():  # absent in checkpoints that other modules saved
             setattr(self, name, value)
 

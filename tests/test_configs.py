@@ -23,6 +23,7 @@ def test_every_config_is_covered():
     found = {path.relative_to(ROOT / "configs").with_suffix("").as_posix() for path in ROOT.glob("configs/**/*.yaml")}
     assert found == {
         *STANDALONE,
+        "benchmarks",
         "debug",
         *(f"methods/{method}" for method in METHODS),
         *(f"data/{data}" for data in DATA),

@@ -106,7 +106,7 @@ def test_a_source_without_a_name_leaves_no_gap_in_the_tag():
 def test_the_interval_has_the_width_of_the_normal_one():
     # 400 problems, 100 right: the mean's standard deviation is sqrt(0.25 * 0.75 / 400) = 0.02165, 1.96 of it 0.0424.
     values = torch.tensor([1.0] * 100 + [0.0] * 300).double()
-    found = estimate(values, resampled_means(values[:, None])[:, 0])
+    found = estimate([values], resampled_means(values[:, None])[:, 0])
     assert found.value == 0.25
     assert found.low == pytest.approx(0.25 - 0.0424, abs=0.004)
     assert found.high == pytest.approx(0.25 + 0.0424, abs=0.004)
@@ -115,7 +115,7 @@ def test_the_interval_has_the_width_of_the_normal_one():
 def test_the_interval_is_over_problems_not_over_completions():
     # Ten problems that are always right, ten that never are: 32 samples of each make the mean no surer.
     values = torch.tensor([1.0] * 10 + [0.0] * 10).double()
-    found = estimate(values, resampled_means(values[:, None])[:, 0])
+    found = estimate([values], resampled_means(values[:, None])[:, 0])
     assert found.high - found.low > 0.35  # 2 * 1.96 * sqrt(0.25 / 20) = 0.44; over 640 completions it would be 0.08
 
 
@@ -128,7 +128,7 @@ def test_the_interval_is_the_same_each_time():
 def test_all_wrong_or_all_right_still_has_an_interval(right, low, high):
     # Clopper-Pearson: 1 - 0.025^(1/30) = 0.1157.
     values = torch.full((30,), float(right > 0), dtype=torch.float64)
-    found = estimate(values, resampled_means(values[:, None])[:, 0])
+    found = estimate([values], resampled_means(values[:, None])[:, 0])
     assert (found.low, found.high) == (pytest.approx(low, abs=1e-4), pytest.approx(high, abs=1e-4))
 
 
@@ -143,7 +143,13 @@ def test_estimates_are_of_shares_only():
 def test_the_interval_of_the_average_is_narrower_than_that_of_a_benchmark():
     values = [torch.tensor([1.0, 0.0] * 20).double() for _ in range(4)]
     found = average(values)
-    one = estimate(values[0], resampled_means(values[0][:, None])[:, 0])
+    one = estimate(values[:1], resampled_means(values[0][:, None])[:, 0])
     assert found.value == 0.5
     assert found.high - found.low < 0.75 * (one.high - one.low)
     assert not math.isnan(found.low)
+
+
+def test_the_average_of_benchmarks_without_a_right_answer_has_an_interval_as_well():
+    # 40 problems in all: 1 - 0.025^(1/40) = 0.0881.
+    found = average([torch.zeros(30).double(), torch.zeros(10).double()])
+    assert (found.value, found.low, found.high) == (0.0, 0.0, pytest.approx(0.0881, abs=1e-4))

@@ -122,7 +122,7 @@ def _children():
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_stops_before_training(workers, unreadable, tmp_path):
-    data = datamodule(train_prompts=unreadable, val_prompts=unreadable, reward_workers=workers)
+    data = datamodule(train_prompts=unreadable, val_prompts=unreadable, reward_workers=workers, gold_check=64)
     with _no_process_left(), pytest.raises(ConfigError) as raised:
         trainer(tmp_path).fit(module(), datamodule=data)
     assert [problem.split(": reward")[0] for problem in raised.value.problems] == [
@@ -134,7 +134,7 @@ def test_a_run_stops_before_training(workers, unreadable, tmp_path):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_whose_answers_are_read_trains(workers, tmp_path):
-    run, data = trainer(tmp_path, max_steps=2), datamodule(reward_workers=workers)
+    run, data = trainer(tmp_path, max_steps=2), datamodule(reward_workers=workers, gold_check=64)
     with _no_process_left():
         run.fit(module(), datamodule=data)
     assert run.global_step == 2
