@@ -1,0 +1,160 @@
+"""Answers compared by the package math-verify, with guards for what its version 0.9.0 gets wrong."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from stapo_lightning.optional import optional
+from stapo_lightning.rewards.explosive import explosive
+from stapo_lightning.rewards.normal_form import NormalForm, answer_of, gold_of, same_answer, same_labels
+from stapo_lightning.rewards.reward import Completion, Reward
+from stapo_lightning.rewards.structure import structure_of
+
+# Parts of a list that are compared in any order; more are compared as they stand.
+_MOST_PARTS = 30
+
+# Relative difference from which two numbers differ, and the digits with which it is measured.
+_TOLERANCE, _DIGITS = 1e-12, 30
+
+_WORD = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{3,}(?![A-Za-z])")
+_IN_BASE = re.compile(r"^\d+_")
+_LETTER = re.compile(r"\\[A-Za-z]+|([A-Za-z])")
+_BRACKETS = {"()", "[]", "(]", "[)"}
+
+# What sympy raises on expressions that have no value.
+_NO_VALUE = (ArithmeticError, AttributeError, NotImplementedError, RecursionError, TypeError, ValueError)
+
+
+class MathVerify(Reward):
+    r"""1 where the final answer equals the gold answer mathematically, else 0.
+
+    Takes the same final answer as DapoMath, and accepts what DapoMath accepts. What is left is cut into the parts of
+    lists and unions (in any order), tuples and intervals (in order), and math-verify 0.9.0 compares the parts.
+    Equality is exact: 0.333 is wrong where the gold answer is 1/3, and so is 1/2^99 where it is 1/2^98. A percentage
+    equals both its number and its value: 50 % is 50 or 0.5. Units, and the names before "=", may be left out and must
+    otherwise agree. An answer that math-verify cannot read is wrong, and so are towers of powers, huge factorials and
+    sums or integrals left unevaluated, unless they are spelled like the gold answer.
+
+    Nothing a policy writes is evaluated as code. Computer algebra can take for ever: keep data.reward_workers above 0.
+    Needs the extra "math".
+    """
+
+    def __call__(self, completions: Sequence[Completion]) -> list[float | None]:
+        return [float(self._correct(c)) for c in completions]
+
+    def answer(self, completion: Completion) -> str | None:
+        """The final answer in the spelling of DapoMath."""
+        found = answer_of(completion.text)
+        return None if found is None else found.value
+
+    @staticmethod
+    def _correct(completion: Completion) -> bool:
+        found, gold = answer_of(completion.text), gold_of(completion.prompt.answer)
+        if found is None:
+            return False
+        if same_answer(gold, found):
+            return True
+        if explosive(gold.value) or explosive(found.value):
+            return False
+        return any(_equal(g, f) for g, f in _readings(gold, found))
+
+
+def _readings(gold: NormalForm, found: NormalForm) -> list[tuple[str, str]]:
+    """The values to compare: as they stand, and a percentage as its value against what is none."""
+    if (gold.unit == "%") != (found.unit == "%") and not (gold.unit and found.unit):
+        both = gold.value, found.value
+        return [both, tuple(_hundredth(form) for form in (gold, found))]  # type: ignore[list-item]
+    return [(gold.value, found.value)] if same_labels(gold, found) else []
+
+
+def _hundredth(form: NormalForm) -> str:
+    return rf"\frac{{{form.value}}}{{100}}" if form.unit == "%" else form.value
+
+
+def _equal(gold: str, found: str) -> bool:
+    if gold == found:
+        return True
+    left, right = structure_of(gold), structure_of(found)
+    if left.kind != right.kind:
+        # An interval may be written as a relation.
+        return {left.kind, right.kind} & _BRACKETS != set() and "" in (left.kind, right.kind) and _verified(gold, found)
+    if len(left.parts) != len(right.parts):
+        return False
+    if left.kind == "":
+        return _verified(gold, found)
+    if left.kind in _BRACKETS or len(left.parts) > _MOST_PARTS:
+        return all(map(_equal, left.parts, right.parts))
+    return _equal_in_any_order(left.parts, right.parts)
+
+
+def _equal_in_any_order(gold: Sequence[str], found: Sequence[str]) -> bool:
+    left = list(found)
+    for part in gold:
+        place = next((i for i, other in enumerate(left) if _equal(part, other)), None)
+        if place is None:
+            return False
+        del left[place]
+    return True
+
+
+def _verified(gold: str, found: str) -> bool:
+    if _WORD.search(gold) or _WORD.search(found) or _IN_BASE.match(gold) or _IN_BASE.match(found):
+        return False  # words and numerals of other bases are equal where they are spelled alike
+    if _other_case(gold, found):
+        return False
+    left, right = _parsed(gold), _parsed(found)
+    if left is None or right is None:
+        return False
+    verified = _package().verify(left, right, allow_set_relation_comp=True, timeout_seconds=None)
+    return bool(verified) and not _contradicted(left, right)
+
+
+def _other_case(gold: str, found: str) -> bool:
+    """The same letters but for upper and lower case, which math-verify takes for the same variables."""
+    left, right = ({m[1] for m in _LETTER.finditer(text) if m[1]} for text in (gold, found))
+    return left != right and {letter.lower() for letter in left} == {letter.lower() for letter in right}
+
+
+@functools.lru_cache(maxsize=256)
+def _parsed(value: str) -> Any | None:
+    package = _package()
+    # LaTeX only: the reader of plain expressions calls eval. No timeout of its own: it is a signal, which raises off
+    # the main thread, and the worker process has one.
+    config = [package.LatexExtractionConfig()]
+    found = package.parse(f"${value}$", config, fallback_mode="no_fallback", parsing_timeout=None)
+    return found[0] if found else None
+
+
+@functools.cache
+def _package() -> Any:
+    package = optional("math_verify", "math", "the reward MathVerify")
+    for module in ("parser", "grader"):
+        # It warns that its timeouts are off.
+        logging.getLogger(f"math_verify.{module}").setLevel(logging.ERROR)
+    return package
+
+
+def _contradicted(left: Any, right: Any) -> bool:
+    """Numbers that differ by more than rounding, whatever an absolute tolerance says of them."""
+    first, second = _at_some_point(left), _at_some_point(right)
+    if first is None or second is None:
+        return False
+    return abs(first - second) > _TOLERANCE * max(abs(first), abs(second))
+
+
+def _at_some_point(expression: Any) -> Any | None:
+    """The value of an expression where each variable has a value of its own; None where that is no finite number."""
+    sympy = optional("sympy", "math", "the reward MathVerify")
+    if not isinstance(expression, sympy.Expr):
+        return None
+    try:
+        names = sorted({symbol.name for symbol in expression.free_symbols})
+        values = {name: sympy.Rational(3 * place + 4, 3 * place + 5) for place, name in enumerate(names)}
+        value = sympy.N(expression.subs({s: values[s.name] for s in expression.free_symbols}), _DIGITS)
+    except _NO_VALUE:
+        return None
+    return value if value.is_number and value.is_finite else None
