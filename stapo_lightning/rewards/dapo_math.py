@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stapo_lightning.rewards.normal_form import answer_of, gold_of, same_answer
+from stapo_lightning.rewards.normal_form import found_in, gold_of, same_answer
 from stapo_lightning.rewards.reward import Completion, Reward
 
 
@@ -20,10 +20,11 @@ class DapoMath(Reward):
 
     def answer(self, completion: Completion) -> str | None:
         """The final answer in its one spelling."""
-        found = answer_of(completion.text)
+        found = found_in(completion.text, gold_of(completion.prompt.answer))
         return None if found is None else found.value
 
     @staticmethod
     def _correct(completion: Completion) -> bool:
-        found = answer_of(completion.text)
-        return found is not None and same_answer(found, gold_of(completion.prompt.answer))
+        gold = gold_of(completion.prompt.answer)
+        found = found_in(completion.text, gold)
+        return found is not None and same_answer(found, gold)

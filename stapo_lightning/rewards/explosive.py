@@ -14,8 +14,8 @@ _LENGTH, _DEPTH = 600, 12
 
 _UNEVALUATED = re.compile(r"\\(?:int|iint|iiint|oint|sum|prod|lim)(?![A-Za-z])")
 _BIG_EXPONENT = re.compile(r"\^\{?[({+-]*\d{5,}")
-_TOWER = re.compile(r"\^\{?\(*(\d+)\)*(?:\^|!)\{?(\d*)|!\s*!|!\)*\}*\^")
-_BIG_FACTORIAL = re.compile(r"\d{5,}\s*!|\d[)}]+\s*!|[)}]\s*!(?=.*!)")
+_TOWER = re.compile(r"\^[{(]*(\d+)[)}]*(?:\^|!)[{(]*(\d*)|!\s*!|![)}]*\^")
+_BIG_FACTORIAL = re.compile(r"\d{5,}\s*!|[\d!][)}]+\s*!")
 _BIG_BINOMIAL = re.compile(r"\\d?t?binom\{?\d{5,}")
 
 

@@ -6,11 +6,12 @@ import functools
 import logging
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from stapo_lightning.optional import optional
 from stapo_lightning.rewards.explosive import explosive
-from stapo_lightning.rewards.normal_form import NormalForm, answer_of, gold_of, same_answer, same_labels
+from stapo_lightning.rewards.normal_form import NormalForm, found_in, gold_of, same_answer, same_labels
 from stapo_lightning.rewards.reward import Completion, Reward
 from stapo_lightning.rewards.structure import structure_of
 
@@ -22,6 +23,8 @@ _TOLERANCE, _DIGITS = 1e-12, 30
 
 _WORD = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{3,}(?![A-Za-z])")
 _IN_BASE = re.compile(r"^\d+_")
+_RELATION = re.compile(r"\\(?:le|ge|ne)(?![A-Za-z]) ?|[=<>]")
+_DEGREES = re.compile(r"(\d+(?:\.\d+)?)\^\\circ(?![A-Za-z])")
 _LETTER = re.compile(r"\\[A-Za-z]+|([A-Za-z])")
 _BRACKETS = {"()", "[]", "(]", "[)"}
 
@@ -48,12 +51,13 @@ class MathVerify(Reward):
 
     def answer(self, completion: Completion) -> str | None:
         """The final answer in the spelling of DapoMath."""
-        found = answer_of(completion.text)
+        found = found_in(completion.text, gold_of(completion.prompt.answer))
         return None if found is None else found.value
 
     @staticmethod
     def _correct(completion: Completion) -> bool:
-        found, gold = answer_of(completion.text), gold_of(completion.prompt.answer)
+        gold = gold_of(completion.prompt.answer)
+        found = found_in(completion.text, gold)
         if found is None:
             return False
         if same_answer(gold, found):
@@ -64,15 +68,21 @@ class MathVerify(Reward):
 
 
 def _readings(gold: NormalForm, found: NormalForm) -> list[tuple[str, str]]:
-    """The values to compare: as they stand, and a percentage as its value against what is none."""
-    if (gold.unit == "%") != (found.unit == "%") and not (gold.unit and found.unit):
-        both = gold.value, found.value
-        return [both, tuple(_hundredth(form) for form in (gold, found))]  # type: ignore[list-item]
-    return [(gold.value, found.value)] if same_labels(gold, found) else []
+    """The pairs of values of which one must be equal."""
+    if "%" in (gold.unit, found.unit) and "" in (gold.unit, found.unit):
+        return [(gold.value, found.value), (_hundredth(gold), _hundredth(found))]
+    if not same_labels(gold, found):
+        return []
+    return [(_equation(gold, found), _equation(found, gold))]
 
 
 def _hundredth(form: NormalForm) -> str:
     return rf"\frac{{{form.value}}}{{100}}" if form.unit == "%" else form.value
+
+
+def _equation(form: NormalForm, other: NormalForm) -> str:
+    """Its value alone, as 2x for y=2x; with its name where the other is an equation such as 2x-y=0."""
+    return f"{form.name}={form.value}" if form.name and not other.name and "=" in other.value else form.value
 
 
 def _equal(gold: str, found: str) -> bool:
@@ -85,10 +95,20 @@ def _equal(gold: str, found: str) -> bool:
     if len(left.parts) != len(right.parts):
         return False
     if left.kind == "":
-        return _verified(gold, found)
-    if left.kind in _BRACKETS or len(left.parts) > _MOST_PARTS:
-        return all(map(_equal, left.parts, right.parts))
-    return _equal_in_any_order(left.parts, right.parts)
+        return _equal_parts(gold, found)
+    if left.kind in ("list", "union") and len(left.parts) <= _MOST_PARTS:
+        return _equal_in_any_order(left.parts, right.parts)
+    return all(map(_equal, left.parts, right.parts))
+
+
+def _equal_parts(gold: str, found: str) -> bool:
+    """Relations with the same left side differ as their other sides do; all else is math-verify's."""
+    left, right = _RELATION.split(gold), _RELATION.split(found)
+    if len(left) > 1 and _RELATION.findall(gold) == _RELATION.findall(found) and left[0] == right[0]:
+        return all(map(_equal, left[1:], right[1:]))
+    if ("=" in gold) != ("=" in found):
+        return False
+    return _verified(gold, found)
 
 
 def _equal_in_any_order(gold: Sequence[str], found: Sequence[str]) -> bool:
@@ -109,8 +129,10 @@ def _verified(gold: str, found: str) -> bool:
     left, right = _parsed(gold), _parsed(found)
     if left is None or right is None:
         return False
-    verified = _package().verify(left, right, allow_set_relation_comp=True, timeout_seconds=None)
-    return bool(verified) and not _contradicted(left, right)
+    # Both are quick. The first is right where math-verify's absolute tolerance is not, the second spares it a search.
+    if _differ_at_some_point(left, right) or _relate_other_variables(left, right):
+        return False
+    return bool(_package().verify(left, right, allow_set_relation_comp=True, timeout_seconds=None))
 
 
 def _other_case(gold: str, found: str) -> bool:
@@ -124,8 +146,10 @@ def _parsed(value: str) -> Any | None:
     package = _package()
     # LaTeX only: the reader of plain expressions calls eval. No timeout of its own: it is a signal, which raises off
     # the main thread, and the worker process has one.
-    config = [package.LatexExtractionConfig()]
-    found = package.parse(f"${value}$", config, fallback_mode="no_fallback", parsing_timeout=None)
+    whole = package.LatexExtractionConfig()
+    config = replace(whole, normalization_config=replace(whole.normalization_config, units=False))
+    text = _DEGREES.sub(r"{(\\frac{\1\\pi}{180})}", value)
+    found = package.parse(f"${text}$", [config], fallback_mode="no_fallback", parsing_timeout=None)
     return found[0] if found else None
 
 
@@ -138,23 +162,35 @@ def _package() -> Any:
     return package
 
 
-def _contradicted(left: Any, right: Any) -> bool:
-    """Numbers that differ by more than rounding, whatever an absolute tolerance says of them."""
+def _relate_other_variables(left: Any, right: Any) -> bool:
+    relational = optional("sympy", "math", "the reward MathVerify").core.relational.Relational
+    if not (isinstance(left, relational) and isinstance(right, relational)):
+        return False
+    return {s.name for s in left.free_symbols} != {s.name for s in right.free_symbols}
+
+
+def _differ_at_some_point(left: Any, right: Any) -> bool:
+    """Two expressions whose values there differ, by more than rounding if they are not exact."""
     first, second = _at_some_point(left), _at_some_point(right)
     if first is None or second is None:
         return False
-    return abs(first - second) > _TOLERANCE * max(abs(first), abs(second))
+    if first.is_Rational and second.is_Rational:
+        return bool(first != second)
+    first, second = first.evalf(_DIGITS), second.evalf(_DIGITS)
+    if not (first.is_finite and second.is_finite):
+        return False
+    return bool(abs(first - second) > _TOLERANCE * max(abs(first), abs(second)))
 
 
 def _at_some_point(expression: Any) -> Any | None:
-    """The value of an expression where each variable has a value of its own; None where that is no finite number."""
+    """The value of an expression where each variable has a value of its own; None where that is no number."""
     sympy = optional("sympy", "math", "the reward MathVerify")
     if not isinstance(expression, sympy.Expr):
         return None
     try:
         names = sorted({symbol.name for symbol in expression.free_symbols})
         values = {name: sympy.Rational(3 * place + 4, 3 * place + 5) for place, name in enumerate(names)}
-        value = sympy.N(expression.subs({s: values[s.name] for s in expression.free_symbols}), _DIGITS)
+        value = expression.subs({s: values[s.name] for s in expression.free_symbols}).doit()
+        return value if value.is_number and value.evalf(_DIGITS).is_number else None
     except _NO_VALUE:
         return None
-    return value if value.is_number and value.is_finite else None

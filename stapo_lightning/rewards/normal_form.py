@@ -6,7 +6,7 @@ The rules know spellings and not values: `1/2` is `\frac{1}{2}`, and 0.5 is anot
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stapo_lightning.rewards.answers import stated_answer
 from stapo_lightning.rewards.spelling import CHARACTERS, MARKUP, SPACES, VALUES, WORDS, rewrite
@@ -16,8 +16,10 @@ from stapo_lightning.rewards.units import split_degrees, split_sign, split_unit
 # No final answer is longer, in characters; bounds the work of the rules.
 LONGEST = 2000
 
-_ENDS = ".,;:! \n"
-_NAME = re.compile(r"((?:[A-Za-z]|\\[a-z]+)(?:_(?:\w|\{\\?\w+\}))?(?:\([A-Za-z](?:,[A-Za-z])*\))?)(?:=|\\in(?![a-z]) ?)")
+_STARTS, _ENDS = ",;: \n", ".,;: \n"
+_NAME = re.compile(
+    r"((?:[A-Za-z]|\\[a-z]+)(?:_(?:\w|\{\\?\w+\}))?(?:\([A-Za-z](?:,[A-Za-z])*\))?)(?:=|\\in(?![a-z]) ?)"
+)
 _WORDS_ALONE = re.compile(r"[A-Za-z][A-Za-z'-]+[A-Za-z]")
 _CHOICE = re.compile(r"\(?([A-Za-z])\)?\.?")
 
@@ -38,19 +40,24 @@ class NormalForm:
     unit: str = ""
 
 
-def answer_of(text: str) -> NormalForm | None:
-    """The final answer of a completion; None where it states none, an empty one, or one of more than LONGEST."""
-    stated = stated_answer(text)
-    if stated is None or len(stated) > LONGEST:
-        return None
-    form = normal_form(stated)
-    return form if form.value else None
-
-
 def gold_of(answer: str) -> NormalForm:
     """A gold answer, bare or as a completion states it."""
     stated = stated_answer(answer)
     return normal_form(answer if stated is None else stated)
+
+
+def found_in(text: str, gold: NormalForm) -> NormalForm | None:
+    """The final answer of a completion; None where it states none, an empty one, or one of more than LONGEST.
+
+    A calculation such as a+b=2+3=5 gives its last side, unless the gold answer is an equation itself.
+    """
+    stated = stated_answer(text)
+    if stated is None or len(stated) > LONGEST:
+        return None
+    form = normal_form(stated)
+    if "=" in form.value and "=" not in gold.value and not gold.name and len(split_top(form.value, ",")) == 1:
+        form = replace(form, value=form.value.rpartition("=")[2])
+    return form if form.value else None
 
 
 def same_answer(first: NormalForm, second: NormalForm) -> bool:
@@ -65,11 +72,11 @@ def same_labels(first: NormalForm, second: NormalForm) -> bool:
 
 def normal_form(text: str) -> NormalForm:
     """The one spelling of an answer."""
-    text = rewrite(MARKUP, text.translate(CHARACTERS)).strip(_ENDS)
+    text = rewrite(MARKUP, text.translate(CHARACTERS)).lstrip(_STARTS).rstrip(_ENDS)
     text, sign = split_sign(text)
     text, unit = split_unit(text)
     text, angle = split_degrees(text)
-    name, value = _split_name(rewrite(SPACES, rewrite(WORDS, text)).strip(_ENDS))
+    name, value = _split_name(rewrite(SPACES, rewrite(WORDS, text)).rstrip(_ENDS))
     return NormalForm(_value(value), name, sign or unit or angle)
 
 

@@ -38,7 +38,7 @@ MARKUP = rules(
     (r"\\(?:displaystyle|textstyle|limits|nolimits)(?![A-Za-z])", ""),
     (r"(?:,|\{,\})\s*\\!\s*(?=\d)|(?<=\d)\{,\}(?=\d)", ""),  # 10,\!080
     (r"(?<=\d)(?:\\[,;:! ]|[ ~])(?=\d{3}(?!\d))", ""),  # 10\,080
-    (r"\\[,;:! ]|~|\\q?quad(?![A-Za-z])", " "),
+    (r"(?<!\\)\\[,;:! ]|~|\\q?quad(?![A-Za-z])", " "),
     (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
     (r"\\(?:leqslant|leq)(?![A-Za-z])|<=", r"\\le "),
     (r"\\(?:geqslant|geq)(?![A-Za-z])|>=", r"\\ge "),
@@ -50,7 +50,7 @@ MARKUP = rules(
     (r"\\rbrace(?![A-Za-z])", r"\\}"),
     (r"\\(begin|end)\{(?:[bvBV]|small)?matrix\}", r"\\\1{pmatrix}"),
     (r"\\\\\s*(?=\\end)", ""),
-    (r"^([^\d,(\[{]*)(\d{1,3}(?:,\d{3})+)((?:\.\d+)?[^,]*)$", lambda m: m[1] + m[2].replace(",", "") + m[3]),
+    (r"^([^\d,(\[{]*)(\d{1,3}(?:,\d{3})+)(?!\d)([^,]*)$", lambda m: m[1] + m[2].replace(",", "") + m[3]),
 )
 
 # Text in its braces, and the words between values.
@@ -113,4 +113,3 @@ VALUES = rules(
     (r"^(-?\d+(?:\.\d+)?)[eE]\+?(-?\d{1,4})$", _power_of_ten),
     (r"^(-?\d+(?:\.\d+)?)(?:\\cdot|x)10\^\{?\+?(-?\d{1,4})\}?$", _power_of_ten),
 )
-

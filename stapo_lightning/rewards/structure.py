@@ -7,14 +7,16 @@ from dataclasses import dataclass
 
 _DEPTH = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 
+_BEGIN, _END = r"\begin{pmatrix}", r"\end{pmatrix}"
+
 
 @dataclass(frozen=True)
 class Structure:
     """An answer cut into its parts.
 
     Attributes:
-        kind: "list" and "union" for parts in any order; the two brackets, such as "(]", for parts in a fixed order; ""
-            for an answer that is one part.
+        kind: "list" and "union" for parts in any order; the two brackets, such as "(]", or the shape of a matrix, such
+            as "2x3", for parts in a fixed order; "" for an answer that is one part.
         parts: At least one.
 
     """
@@ -33,6 +35,9 @@ def structure_of(value: str) -> Structure:
         parts = split_top(value[1:-1], ",")
         if len(parts) > 1:
             return Structure(value[0] + value[-1], parts)
+    if value.startswith(_BEGIN) and value.endswith(_END) and value.count(_BEGIN) == 1:
+        rows = [split_top(row, "&") for row in split_top(value[len(_BEGIN) : -len(_END)], r"\\")]
+        return Structure(f"{len(rows)}x{len(rows[0])}", [entry for row in rows for entry in row])
     if r"\pm" in value:
         upper = value.replace(r"\pm", "+").replace(r"\mp", "-")
         lower = value.replace(r"\pm", "-").replace(r"\mp", "+")

@@ -52,12 +52,14 @@ _SYMBOL = {
 }
 
 # "5 million" is not 5, and "12 mod 17" not 12.
-_NO_UNIT = frozenset(
-    "half halves third thirds quarter quarters fourth fourths fifth fifths sixth sixths tenth tenths hundredth"
-    " hundredths thousandth thousandths pair pairs dozen dozens score hundred hundreds thousand thousands million"
-    " millions billion billions trillion trillions squared cubed factorial choose mod modulo base and or to if when for"
-    " where is not times plus minus over by in least most pi more less than i".split()
-)
+_NO_UNIT = {
+    *("half", "halves", "third", "thirds", "quarter", "quarters", "fourth", "fourths", "fifth", "fifths", "sixth"),
+    *("sixths", "tenth", "tenths", "hundredth", "hundredths", "thousandth", "thousandths", "pair", "pairs", "dozen"),
+    *("dozens", "score", "hundred", "hundreds", "thousand", "thousands", "million", "millions", "billion", "billions"),
+    *("trillion", "trillions", "squared", "cubed", "factorial", "choose", "mod", "modulo", "base", "and", "or", "to"),
+    *("if", "when", "for", "where", "is", "not", "times", "plus", "minus", "over", "by", "least", "most", "more"),
+    *("less", "than", "pi", "i"),
+}
 
 _POWER = r"(?:\s*\^\s*\{?\s*([23])\s*\}?)?"
 _WORD_BEFORE = {"square": "2", "sq": "2", "sq.": "2", "cubic": "3", "cu": "3", "cu.": "3"}
@@ -90,8 +92,10 @@ def split_sign(text: str) -> tuple[str, str]:
 def split_degrees(text: str) -> tuple[str, str]:
     """(text without signs of degrees, "°" where there were any); an angle inside a function keeps its own."""
     bare = _DEGREE.sub("", text)
-    if bare == text or _FUNCTION.search(bare):
+    if bare == text:
         return text, ""
+    if _FUNCTION.search(bare):
+        return _DEGREE.sub(r"^\\circ ", text), ""
     return bare, "°"
 
 
