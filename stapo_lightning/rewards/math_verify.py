@@ -19,7 +19,7 @@ from stapo_lightning.rewards.structure import structure_of
 _MOST_PARTS = 30
 
 # Relative difference from which two numbers differ, and the digits with which it is measured.
-_TOLERANCE, _DIGITS = 1e-12, 30
+_TOLERANCE, _DIGITS = 1e-20, 30
 
 _WORD = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{3,}(?![A-Za-z])")
 _IN_BASE = re.compile(r"^\d+_")
@@ -190,7 +190,8 @@ def _at_some_point(expression: Any) -> Any | None:
     try:
         names = sorted({symbol.name for symbol in expression.free_symbols})
         values = {name: sympy.Rational(3 * place + 4, 3 * place + 5) for place, name in enumerate(names)}
-        value = expression.subs({s: values[s.name] for s in expression.free_symbols}).doit()
+        exact = expression.replace(lambda part: part.is_Float, lambda part: sympy.Rational(str(part)))
+        value = exact.subs({s: values[s.name] for s in exact.free_symbols}).doit()
         return value if value.is_number and value.evalf(_DIGITS).is_number else None
     except _NO_VALUE:
         return None

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from stapo_lightning.rewards.answers import stated_answer
 from stapo_lightning.rewards.spelling import CHARACTERS, MARKUP, SPACES, VALUES, WORDS, rewrite
-from stapo_lightning.rewards.structure import split_top
+from stapo_lightning.rewards.structure import closes_last, split_top
 from stapo_lightning.rewards.units import split_degrees, split_sign, split_unit
 
 # No final answer is longer, in characters; bounds the work of the rules.
@@ -20,7 +20,7 @@ _STARTS, _ENDS = ",;: \n", ".,;: \n"
 _NAME = re.compile(
     r"((?:[A-Za-z]|\\[a-z]+)(?:_(?:\w|\{\\?\w+\}))?(?:\([A-Za-z](?:,[A-Za-z])*\))?)(?:=|\\in(?![a-z]) ?)"
 )
-_WORDS_ALONE = re.compile(r"[A-Za-z][A-Za-z'-]+[A-Za-z]")
+_WORDS_ALONE = re.compile(r"[A-Za-z](?:[a-z]|[A-Za-z'-]+[A-Za-z])")
 _CHOICE = re.compile(r"\(?([A-Za-z])\)?\.?")
 
 
@@ -100,9 +100,7 @@ def _value(text: str) -> str:
 
 
 def _without_braces(text: str) -> str:
-    r"""The inside of `{...}` or `\{...\}`, where there is one pair of braces around all."""
-    for opening, closing in ((r"\{", r"\}"), ("{", "}")):
-        inside = text[len(opening) : len(text) - len(closing)]
-        if text.startswith(opening) and text.endswith(closing) and "{" not in inside and "}" not in inside:
-            return inside
-    return text
+    r"""The inside of `{...}` or `\{...\}`, where one pair of braces is around all."""
+    if text.startswith(r"\{") and text.endswith(r"\}") and closes_last(text[1:]):
+        return text[2:-2]
+    return text[1:-1] if text.startswith("{") and closes_last(text) else text

@@ -46,6 +46,7 @@ MARKUP = rules(
     (r"\\lt(?![A-Za-z])", "<"),
     (r"\\gt(?![A-Za-z])", ">"),
     (r"\\varnothing(?![A-Za-z])", r"\\emptyset "),
+    (r"\\[lc]?dots(?![A-Za-z])", r"\\ldots "),
     (r"\\lbrace(?![A-Za-z])", r"\\{"),
     (r"\\rbrace(?![A-Za-z])", r"\\}"),
     (r"\\(begin|end)\{(?:[bvBV]|small)?matrix\}", r"\\\1{pmatrix}"),
@@ -96,7 +97,7 @@ _ARGUMENT = r"(\d|[A-Za-z]|\\pi|\{(?:[^{}]|\{[^{}]*\})*\})"
 
 # Numbers, fractions, roots, powers and products; for text without spaces.
 VALUES = rules(
-    (r"\d+\.?\d*|\.\d+", _number),
+    (r"\d+(?:\.\d+|\.(?!\\))?|\.\d+", _number),
     (r"^\+|(?<![\w})\] ])\+(?=\\infty)", ""),
     (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi"),
     (r"\\?(?<![A-Za-z])sqrt\(([^()]*)\)", r"\\sqrt{\1}"),

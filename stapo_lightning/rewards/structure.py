@@ -30,19 +30,16 @@ def structure_of(value: str) -> Structure:
     for kind, separator in (("list", ","), ("union", r"\cup")):
         parts = split_top(value, separator)
         if len(parts) > 1:
-            return Structure(kind, parts)
-    if value[:1] in ("(", "[") and value[-1:] in (")", "]") and _closes_last(value):
+            return Structure(kind, [sign for part in parts for sign in _both_signs(part)])
+    if value[:1] in ("(", "[") and value[-1:] in (")", "]") and closes_last(value):
         parts = split_top(value[1:-1], ",")
         if len(parts) > 1:
             return Structure(value[0] + value[-1], parts)
     if value.startswith(_BEGIN) and value.endswith(_END) and value.count(_BEGIN) == 1:
         rows = [split_top(row, "&") for row in split_top(value[len(_BEGIN) : -len(_END)], r"\\")]
         return Structure(f"{len(rows)}x{len(rows[0])}", [entry for row in rows for entry in row])
-    if r"\pm" in value:
-        upper = value.replace(r"\pm", "+").replace(r"\mp", "-")
-        lower = value.replace(r"\pm", "-").replace(r"\mp", "+")
-        return Structure("list", [upper.removeprefix("+"), lower])
-    return Structure("", [value])
+    signs = _both_signs(value)
+    return Structure("list" if len(signs) > 1 else "", signs)
 
 
 def split_top(text: str, separator: str) -> list[str]:
@@ -67,7 +64,7 @@ def deepest(text: str) -> int:
     return most
 
 
-def _closes_last(text: str) -> bool:
+def closes_last(text: str) -> bool:
     """The bracket that opens `text` is closed by its last character."""
     depth = 0
     for place, character in enumerate(text):
@@ -75,3 +72,11 @@ def _closes_last(text: str) -> bool:
         if depth == 0:
             return place == len(text) - 1
     return False
+
+
+def _both_signs(part: str) -> list[str]:
+    if r"\pm" not in part:
+        return [part]
+    upper = part.replace(r"\pm", "+").replace(r"\mp", "-")
+    lower = part.replace(r"\pm", "-").replace(r"\mp", "+")
+    return [upper.removeprefix("+"), lower]

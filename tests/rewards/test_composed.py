@@ -66,12 +66,10 @@ def test_a_length_has_no_gold_and_no_answer():
 
 
 def test_weighted_sum():
-    reward = WeightedSum(
-        [Weighted(DapoMath(), 2.0), Weighted(Overlong(100, 20), 0.5), Weighted(FunctionReward(length))]
-    )
+    parts = [Weighted(DapoMath(), 2.0), Weighted(Overlong(100, 20), 0.5), Weighted(FunctionReward(length))]
     rows = [_row(num_tokens=90), _row("no", num_tokens=100), _row("\\boxed{42}!")]
     # 2 * 1 + 0.5 * -0.5 + 10, 2 * 0 + 0.5 * -1 + 2, 2 * 1 + 0.5 * 0 + 11
-    assert reward(rows) == [11.75, 1.5, 13.0]
+    assert WeightedSum(parts)(rows) == [11.75, 1.5, 13.0]
 
 
 @pytest.mark.parametrize("missing", [None, math.nan, math.inf])
@@ -126,12 +124,7 @@ def _by_source(default=None):
 
 
 def test_each_row_is_scored_by_the_reward_of_its_source():
-    rows = [
-        _row("no", source="AIME24"),
-        _row(source="gsm8k"),
-        _row("none", source="AIME25"),
-        _row("no", source="gsm8k"),
-    ]
+    rows = [_row("no", source="AIME24"), _row(source="gsm8k"), _row("none", source="AIME25"), _row("", source="gsm8k")]
     assert _by_source()(rows) == [2.0, 1.0, 4.0, 0.0]
 
 
@@ -233,7 +226,7 @@ ROWS = [
 def _from_yaml(text):
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--reward", type=Reward)
-    return parser.instantiate_classes(parser.parse_args([f"--reward={text}"])).reward
+    return parser.instantiate(parser.parse_args([f"--reward={text}"])).reward
 
 
 def test_nested_rewards_are_named_in_yaml():

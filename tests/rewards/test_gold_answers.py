@@ -62,7 +62,7 @@ def test_gsm8k(verifier):
     assert _accepted_of_others(verifier, bare) == []
 
 
-# All gold answers of a benchmark that the rule for strings takes for one value. Names and units may still tell them apart.
+# Gold answers of a benchmark to which the rule for strings gives one value; names and units may still tell them apart.
 SAME_VALUE = {
     "math500": [
         {"90", r"90^\circ"},
