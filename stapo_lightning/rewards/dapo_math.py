@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stapo_lightning.rewards.normal_form import found_in, gold_of, same_answer
+from stapo_lightning.prompt import Prompt
+from stapo_lightning.rewards.normal_form import boxed_gold, found_in, gold_of, same_answer
 from stapo_lightning.rewards.reward import Completion, Reward
 
 
@@ -17,6 +18,10 @@ class DapoMath(Reward):
 
     def __call__(self, completions: Sequence[Completion]) -> list[float | None]:
         return [float(self._correct(c)) for c in completions]
+
+    def gold(self, prompt: Prompt) -> str:
+        r"""The gold answer in \boxed{}, without the solution that leads to it where the answer column holds one."""
+        return boxed_gold(prompt.answer)
 
     def answer(self, completion: Completion) -> str | None:
         """The final answer in its one spelling."""

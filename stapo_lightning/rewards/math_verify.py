@@ -11,7 +11,8 @@ from typing import Any
 
 from stapo_lightning.optional import optional
 from stapo_lightning.rewards.explosive import explosive
-from stapo_lightning.rewards.normal_form import NormalForm, found_in, gold_of, same_answer, same_labels
+from stapo_lightning.prompt import Prompt
+from stapo_lightning.rewards.normal_form import NormalForm, boxed_gold, found_in, gold_of, same_answer, same_labels
 from stapo_lightning.rewards.reward import Completion, Reward
 from stapo_lightning.rewards.structure import structure_of
 
@@ -23,6 +24,9 @@ _TOLERANCE, _DIGITS = 1e-20, 30
 
 _WORD = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{3,}(?![A-Za-z])")
 _IN_BASE = re.compile(r"^\d+_")
+# What a percentage and an angle are without their sign.
+_SCALES = {"%": r"\frac{%s}{100}", "°": r"\frac{(%s)\pi}{180}"}
+
 _RELATION = re.compile(r"\\(?:le|ge|ne)(?![A-Za-z]) ?|[=<>]")
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?)\^\\circ(?![A-Za-z])")
 _LETTER = re.compile(r"\\[A-Za-z]+|([A-Za-z])")
@@ -38,7 +42,7 @@ class MathVerify(Reward):
     Takes the same final answer as DapoMath, and accepts what DapoMath accepts. What is left is cut into the parts of
     lists and unions (in any order), tuples and intervals (in order), and math-verify 0.9.0 compares the parts.
     Equality is exact: 0.333 is wrong where the gold answer is 1/3, and so is 1/2^99 where it is 1/2^98. A percentage
-    equals both its number and its value: 50 % is 50 or 0.5. Units, and the names before "=", may be left out and must
+    equals both its number and its value: 50 % is 50 or 0.5, as 180° is 180 or pi. Units, and the names before "=", may be left out and must
     otherwise agree. An answer that math-verify cannot read is wrong, and so are towers of powers, huge factorials and
     sums or integrals left unevaluated, unless they are spelled like the gold answer.
 
@@ -48,6 +52,10 @@ class MathVerify(Reward):
 
     def __call__(self, completions: Sequence[Completion]) -> list[float | None]:
         return [float(self._correct(c)) for c in completions]
+
+    def gold(self, prompt: Prompt) -> str:
+        r"""The gold answer in \boxed{}, without the solution that leads to it where the answer column holds one."""
+        return boxed_gold(prompt.answer)
 
     def answer(self, completion: Completion) -> str | None:
         """The final answer in the spelling of DapoMath."""
@@ -69,15 +77,16 @@ class MathVerify(Reward):
 
 def _readings(gold: NormalForm, found: NormalForm) -> list[tuple[str, str]]:
     """The pairs of values of which one must be equal."""
-    if "%" in (gold.unit, found.unit) and "" in (gold.unit, found.unit):
-        return [(gold.value, found.value), (_hundredth(gold), _hundredth(found))]
+    scale = next((unit for unit in (gold.unit, found.unit) if unit in _SCALES), "")
+    if scale and "" in (gold.unit, found.unit):
+        return [(gold.value, found.value), (_scaled(gold), _scaled(found))]
     if not same_labels(gold, found):
         return []
     return [(_equation(gold, found), _equation(found, gold))]
 
 
-def _hundredth(form: NormalForm) -> str:
-    return rf"\frac{{{form.value}}}{{100}}" if form.unit == "%" else form.value
+def _scaled(form: NormalForm) -> str:
+    return _SCALES[form.unit] % form.value if form.unit else form.value
 
 
 def _equation(form: NormalForm, other: NormalForm) -> str:
@@ -150,7 +159,13 @@ def _parsed(value: str) -> Any | None:
     config = replace(whole, normalization_config=replace(whole.normalization_config, units=False))
     text = _DEGREES.sub(r"{(\\frac{\1\\pi}{180})}", value)
     found = package.parse(f"${text}$", [config], fallback_mode="no_fallback", parsing_timeout=None)
-    return found[0] if found else None
+    return None if not found or _without_value(found[0]) else found[0]
+
+
+def _without_value(expression: Any) -> bool:
+    r"""It holds a pole, as 1/0 does; so does \gamma^2, read as a function at a pole. Two poles are not equal."""
+    sympy = optional("sympy", "math", "the reward MathVerify")
+    return bool(expression.has(sympy.zoo, sympy.nan))
 
 
 @functools.cache

@@ -42,8 +42,12 @@ class NormalForm:
 
 def gold_of(answer: str) -> NormalForm:
     """A gold answer, bare or as a completion states it."""
-    stated = stated_answer(answer)
-    return normal_form(answer if stated is None else stated)
+    return normal_form(_bare(answer))
+
+
+def boxed_gold(answer: str) -> str:
+    """A completion that states a gold answer, itself bare or as a completion states it."""
+    return f"\\boxed{{{_bare(answer)}}}"
 
 
 def found_in(text: str, gold: NormalForm) -> NormalForm | None:
@@ -78,6 +82,11 @@ def normal_form(text: str) -> NormalForm:
     text, angle = split_degrees(text)
     name, value = _split_name(rewrite(SPACES, rewrite(WORDS, text)).rstrip(_ENDS))
     return NormalForm(_value(value), name, sign or unit or angle)
+
+
+def _bare(answer: str) -> str:
+    stated = stated_answer(answer)
+    return answer if stated is None else stated
 
 
 def _split_name(text: str) -> tuple[str, str]:

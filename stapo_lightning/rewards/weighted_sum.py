@@ -28,7 +28,8 @@ class Weighted:
 class WeightedSum(Reward):
     """The sum of weight * value over its parts; a row that one of them cannot score has no value.
 
-    In evaluation a completion counts as correct where the sum is above 0.5, so give the verifier weight 1.
+    In evaluation a completion counts as correct where the sum is above 0.5. Give the verifier weight 1; with Overlong
+    beside it at weight 1, a right completion that is half into the buffer or longer then counts as wrong.
 
     Args:
         parts: The rewards and their weights, at least one. The first that names an answer speaks for all: list the

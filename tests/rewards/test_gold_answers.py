@@ -1,6 +1,5 @@
 """Every gold answer of the benchmarks is right for its own problem, also in other dress, and wrong for the next."""
 
-import random
 import re
 
 import pytest
@@ -58,7 +57,7 @@ def test_gsm8k(verifier):
     bare = [_bare(answer) for answer in whole]
     assert len(bare) == 8792
     assert _share(verifier, bare) == 1.0
-    assert _share(verifier, random.Random(0).sample(whole, 500), lambda text: text[len("\\boxed{") : -1]) == 1.0
+    assert _share(verifier, whole) == 1.0  # worked solutions
     assert _accepted_of_others(verifier, bare) == []
 
 
