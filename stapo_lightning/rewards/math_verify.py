@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from stapo_lightning.optional import optional
-from stapo_lightning.rewards.explosive import explosive
 from stapo_lightning.prompt import Prompt
+from stapo_lightning.rewards.explosive import explosive
 from stapo_lightning.rewards.normal_form import NormalForm, boxed_gold, found_in, gold_of, same_answer, same_labels
 from stapo_lightning.rewards.reward import Completion, Reward
 from stapo_lightning.rewards.structure import structure_of
@@ -22,10 +22,14 @@ _MOST_PARTS = 30
 # Relative difference from which two numbers differ, and the digits with which it is measured.
 _TOLERANCE, _DIGITS = 1e-20, 30
 
-_WORD = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{3,}(?![A-Za-z])")
+_WORD = re.compile(r"(?<![A-Za-z\\])[A-Za-z][a-z]{2,}")
 _IN_BASE = re.compile(r"^\d+_")
+
 # What a percentage and an angle are without their sign.
 _SCALES = {"%": r"\frac{%s}{100}", "°": r"\frac{(%s)\pi}{180}"}
+
+# Read as the function, without its brackets too: gamma + 1 would be 1.
+_GAMMA = re.compile(r"\\([gG])amma(?![A-Za-z])")
 
 _RELATION = re.compile(r"\\(?:le|ge|ne)(?![A-Za-z]) ?|[=<>]")
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?)\^\\circ(?![A-Za-z])")
@@ -40,11 +44,11 @@ class MathVerify(Reward):
     r"""1 where the final answer equals the gold answer mathematically, else 0.
 
     Takes the same final answer as DapoMath, and accepts what DapoMath accepts. What is left is cut into the parts of
-    lists and unions (in any order), tuples and intervals (in order), and math-verify 0.9.0 compares the parts.
+    lists and unions (in any order), and of tuples, intervals and matrices (in order), which math-verify 0.9.0 compares.
     Equality is exact: 0.333 is wrong where the gold answer is 1/3, and so is 1/2^99 where it is 1/2^98. A percentage
-    equals both its number and its value: 50 % is 50 or 0.5, as 180° is 180 or pi. Units, and the names before "=", may be left out and must
-    otherwise agree. An answer that math-verify cannot read is wrong, and so are towers of powers, huge factorials and
-    sums or integrals left unevaluated, unless they are spelled like the gold answer.
+    equals both its number and its value: 50 % is 50 or 0.5, as 180° is 180 or pi. Units, and the names before "=", may
+    be left out and must otherwise agree. An answer that math-verify cannot read is wrong, and so are towers of powers,
+    huge factorials and sums or integrals left unevaluated, unless they are spelled like the gold answer.
 
     Nothing a policy writes is evaluated as code. Computer algebra can take for ever: keep data.reward_workers above 0.
     Needs the extra "math".
@@ -157,13 +161,13 @@ def _parsed(value: str) -> Any | None:
     # the main thread, and the worker process has one.
     whole = package.LatexExtractionConfig()
     config = replace(whole, normalization_config=replace(whole.normalization_config, units=False))
-    text = _DEGREES.sub(r"{(\\frac{\1\\pi}{180})}", value)
+    text = _GAMMA.sub(r"\\xi_{\1}", _DEGREES.sub(r"{(\\frac{\1\\pi}{180})}", value))
     found = package.parse(f"${text}$", [config], fallback_mode="no_fallback", parsing_timeout=None)
     return None if not found or _without_value(found[0]) else found[0]
 
 
 def _without_value(expression: Any) -> bool:
-    r"""It holds a pole, as 1/0 does; so does \gamma^2, read as a function at a pole. Two poles are not equal."""
+    """It holds a pole, as 1/0 does. Two poles are not equal."""
     sympy = optional("sympy", "math", "the reward MathVerify")
     return bool(expression.has(sympy.zoo, sympy.nan))
 

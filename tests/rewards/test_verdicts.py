@@ -1,11 +1,14 @@
 """What each verifier says of many pairs of answers, in both directions."""
 
+import subprocess
+import sys
 import threading
 
 import pytest
 
 from stapo_lightning.prompt import Prompt
 from stapo_lightning.rewards import Completion, DapoMath, MathVerify
+from tests.cli import ROOT
 from tests.rewards.verdicts import GROUPS, UNSTATED
 
 ROWS = [(group, *row) for group, rows in GROUPS.items() for row in rows]
@@ -60,3 +63,15 @@ def test_math_verify_works_off_the_main_thread():
 def test_answers_that_the_rule_finds_equal_are_equal_strings(verifier):
     spellings = [r"\boxed{x = \dfrac12}", "Answer: $1/2$.", "#### 1 / 2", r"\boxed{\frac{1}{2} \text{ cm}}"]
     assert {verifier.answer(_completion(text, "?")) for text in spellings} == {r"\frac{1}{2}"}
+
+
+def test_computer_algebra_is_imported_by_the_first_comparison_that_needs_it():
+    script = (
+        "import sys; from stapo_lightning.prompt import Prompt; from stapo_lightning.rewards import *\n"
+        "def ask(text):\n"
+        "    row = Completion(Prompt('?', '42'), text, 1, False)\n"
+        "    print(MathVerify()([row])[0], 'sympy' in sys.modules)\n"
+        "ask(r'\\boxed{42}'); ask(r'\\boxed{6 \\cdot 7}')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.split() == ["1.0", "False", "1.0", "True"]

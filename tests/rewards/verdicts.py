@@ -326,6 +326,8 @@ GROUPS = {
         (r"\infty", r"-\infty", NEITHER),
         (r"\gamma^2 - 1", r"\gamma^{2}-1", BOTH),
         (r"\gamma^2 - 13", r"\gamma^{2}-1", NEITHER),
+        ("1", r"\gamma+1", NEITHER),
+        (r"1+\gamma", r"\gamma+1", VALUE_ONLY),
         (r"\frac{2}{0}", r"\frac{1}{0}", NEITHER),
         (r"\frac{0}{0}", "0", NEITHER),
         (r"\frac{0}{0}", "1", NEITHER),
