@@ -12,9 +12,11 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 
 
 class PredictionWriter(BasePredictionWriter):
-    """Writes one JSON line a completion: source, number, prompt, answer, completion, correct, tokens, truncated.
+    """Writes one JSON line a completion.
 
-    Each rank of a run with several ranks writes its own file, with `.rank<r>` before the ending.
+    It holds source, number, prompt and gold answer of the problem; completion, extracted answer, verdict, tokens and
+    whether the length limit cut it. Each rank of a run with several ranks writes its own file, with `.rank<r>` before
+    the ending.
 
     Args:
         path: The file; null puts predictions.jsonl into the run's folder.
@@ -51,16 +53,17 @@ class PredictionWriter(BasePredictionWriter):
         with self.file.open("a") as file:
             for samples in prediction.samples:
                 for row, (prompt, uid) in enumerate(zip(prediction.prompts, prediction.uids, strict=True)):
-                    for sample, text in enumerate(samples.texts[row]):
+                    for completion in samples.completions[row]:
                         entry = {
                             "source": prompt.source,
                             "prompt_number": uid,
                             "prompt": prompt.text,
                             "answer": prompt.answer,
-                            "completion": text,
-                            "correct": bool(samples.correct[row, sample]),
-                            "tokens": int(samples.lengths[row, sample]),
-                            "truncated": bool(samples.truncated[row, sample]),
+                            "completion": completion.text,
+                            "extracted": completion.answer,
+                            "correct": completion.correct,
+                            "tokens": completion.tokens,
+                            "truncated": completion.truncated,
                         }
                         file.write(json.dumps(entry, ensure_ascii=False) + "\n")
 

@@ -26,7 +26,7 @@ class PromptBatch:
         prompts: The problems, B of them.
         ids: [B, P] token ids, padded on the right.
         lengths: [B] number of tokens of each prompt.
-        uids: [B] number of each prompt in the whole run's stream (training) or in its source (evaluation): the same
+        uids: [B] number of each prompt in the whole run's stream (training) or in its benchmark (evaluation): the same
             for every number of ranks, and what seeds its sampling.
 
     """
@@ -43,6 +43,11 @@ class PromptBatch:
     def to(self, device: torch.device | str, **_: Any) -> PromptBatch:
         """The same batch with its tensors on `device`."""
         return replace(self, ids=self.ids.to(device), lengths=self.lengths.to(device), uids=self.uids.to(device))
+
+    def rows(self, index: Sequence[int]) -> PromptBatch:
+        """The prompts at `index`, in that order."""
+        rows = torch.tensor(index, device=self.ids.device)
+        return PromptBatch([self.prompts[i] for i in index], self.ids[rows], self.lengths[rows], self.uids[rows])
 
 
 @dataclass
@@ -224,28 +229,51 @@ class UpdateRecord:
 
 
 @dataclass
+class EvalCompletion:
+    """One completion of a held-out problem.
+
+    Attributes:
+        text: The decoded completion, without special tokens.
+        answer: Its final answer, normalised as the reward does it; None where there is none.
+        correct: The verdict that counts.
+        rule_correct: The verdict of the reward, before a second verifier looked at what it rejected.
+        tokens: Its length, end token included.
+        truncated: True where the length limit ended it.
+
+    """
+
+    text: str
+    answer: str | None
+    correct: bool
+    rule_correct: bool
+    tokens: int
+    truncated: bool
+
+
+@dataclass
 class EvalSamples:
     """Completions of one decoding for a batch of B held-out prompts.
 
     Attributes:
         decoding: Name of the decoding, the middle of its tags.
-        correct: [B, k] bool verdicts.
-        texts: B lists of k completions.
-        truncated: [B, k] bool.
-        lengths: [B, k] tokens.
+        completions: B lists of k completions.
 
     """
 
     decoding: str
-    correct: Tensor
-    texts: list[list[str]]
-    truncated: Tensor
-    lengths: Tensor
+    completions: list[list[EvalCompletion]]
 
 
 @dataclass
 class EvalBatch:
-    """Held-out prompts with the completions of each decoding."""
+    """Held-out prompts of one benchmark with the completions of each decoding.
+
+    Attributes:
+        prompts: The problems, B of them.
+        uids: Their numbers within the benchmark.
+        samples: One entry a decoding.
+
+    """
 
     prompts: list[Prompt]
     uids: list[int]

@@ -14,9 +14,10 @@ from jsonargparse import set_parsing_settings
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.trainer.states import TrainerFn
 from transformers.utils import logging as transformers_logging
 
-import callbacks  # noqa: F401  (its classes can be named in a config without a path)
+from callbacks import EvaluationReport  # the import also lets a config name the classes of callbacks
 from stapo_lightning.data import RolloutDataModule
 from stapo_lightning.errors import StapoError
 from stapo_lightning.module import StapoModule
@@ -37,6 +38,7 @@ class SaveRunConfig(SaveConfigCallback):
         # Not trainer.log_dir: that is a broadcast, and only rank zero comes here.
         logger = trainer.logger
         folder = Path(getattr(logger, "log_dir", None) or trainer.default_root_dir)
+        stage = TrainerFn(stage).value  # Lightning passes an enum member, which formats as TrainerFn.FITTING
         name = "config" if stage == "fit" else f"config-{stage}"
         path, number = folder / f"{name}.yaml", 1
         while path.exists():
@@ -53,6 +55,12 @@ class StapoCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Nothing is linked: module and datamodule meet at the trainer."""
+
+    def setup_parser(self, *args: Any, **kwargs: Any) -> None:
+        """Leaves Lightning's own table of results out where not asked for: EvaluationReport prints one."""
+        super().setup_parser(*args, **kwargs)
+        for subcommand in ("validate", "test"):
+            self._subcommand_parsers[subcommand].set_defaults({"verbose": False})
 
     def before_instantiate_classes(self) -> None:
         """Finds the run that `--ckpt_path last` means, and picks bf16 where there is a GPU."""
@@ -115,6 +123,7 @@ def _quieten() -> None:
         ".*sync_dist=True.*",  # our metrics are already the same on every rank
         ".*Checkpoint directory .* exists and is not empty.*",  # a resumed run goes on in its own folder
         ".*no pre-optimization state was saved.*",  # the state after the update is the one to resume from
+        ".*method of metric ProblemTable was called before.*",  # a rank without problems of a benchmark
         ".*isinstance\\(treespec, LeafSpec\\).*",  # between lightning and torch
     ):
         warnings.filterwarnings("ignore", message=f"(?s){message}")
@@ -138,7 +147,7 @@ def run(args: Sequence[str] | None = None, cli_class: type[StapoCLI] = StapoCLI)
         RolloutDataModule,
         save_config_callback=SaveRunConfig,
         seed_everything_default=1,
-        trainer_defaults={"use_distributed_sampler": False},
+        trainer_defaults={"use_distributed_sampler": False, "callbacks": [EvaluationReport()]},
         parser_kwargs={"parser_mode": "omegaconf+", "prog": "stapo"},
         auto_configure_optimizers=False,
         args=list(args) if args is not None else None,

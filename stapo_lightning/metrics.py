@@ -6,13 +6,13 @@ The first segment of a tag is its card in TensorBoard.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import comb
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric
 
 from stapo_lightning.batch import EvalSamples, RolloutBatch, UpdateRecord
+from stapo_lightning.evaluation import Evaluation
 from stapo_lightning.objective import group_statistics, logit_gradient_weight, squared_logit_gradient_norm
 
 
@@ -158,45 +158,30 @@ class MismatchMetrics(_Sums):
         }
 
 
-def pass_at_k(correct: int, samples: int, k: int) -> float:
-    """Unbiased chance that one of k samples is correct: 1 - C(n - c, k) / C(n, k) (arXiv 2107.03374, eq. 1)."""
-    return 1.0 - comb(samples - correct, k) / comb(samples, k)
-
-
-def powers_of_two(samples: int) -> list[int]:
-    """The k for which pass@k is reported: 1, 2, 4, ... up to the number of samples."""
-    return [2**i for i in range(samples.bit_length())]
-
-
-class AccuracyMetrics(_Sums):
-    """avg@k and pass@k of one decoding over held-out prompts, with lengths.
+class ProblemTable(Metric):
+    """A row of values for each problem of a benchmark, whichever rank evaluated it.
 
     Args:
-        samples: Completions of each prompt.
+        evaluation: The benchmark and the decoding.
 
     """
 
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
-        self.ks = powers_of_two(samples)
-        self.sum_names = ("prompts", "correct", "tokens", "truncated", *(f"pass@{k}" for k in self.ks))
-        super().__init__()
+    full_state_update = False
+    rows: Tensor
 
-    def update(self, samples: EvalSamples) -> None:
-        """Adds a batch of this rank."""
-        counts = samples.correct.sum(1).tolist()
-        passes = [sum(pass_at_k(c, self.samples, k) for c in counts) for k in self.ks]
-        self._add([len(counts), sum(counts), samples.lengths.sum(), samples.truncated.sum(), *passes])
+    def __init__(self, evaluation: Evaluation) -> None:
+        super().__init__(compute_with_cache=False)
+        self.evaluation = evaluation
+        # The first column says that the problem was reached. A problem is one rank's: the others add zeros.
+        shape = (evaluation.problems, 1 + len(evaluation.measures))
+        self.add_state("rows", torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum")
 
-    def compute(self) -> dict[str, float]:
-        """Name -> value over all ranks, without the prefix of the tag."""
-        t = self._totals()
-        completions = t["prompts"] * self.samples
-        values = {
-            f"avg@{self.samples}": _ratio(t["correct"], completions),
-            "length_mean": _ratio(t["tokens"], completions),
-            "truncated_fraction": _ratio(t["truncated"], completions),
-        }
-        if self.samples > 1:
-            values |= {f"pass@{k}": _ratio(t[f"pass@{k}"], t["prompts"]) for k in self.ks}
-        return values
+    def update(self, numbers: Sequence[int], samples: EvalSamples) -> None:
+        """Adds problems of this rank by their `numbers` in the benchmark."""
+        for number, completions in zip(numbers, samples.completions, strict=True):
+            self.rows[number] = torch.tensor([1.0, *self.evaluation.values(completions)], device=self.rows.device)
+
+    def compute(self) -> Tensor:
+        """[n, c] on the CPU: the values of the problems that were reached, over all ranks."""
+        rows = self.rows.cpu()
+        return rows[rows[:, 0] > 0, 1:]

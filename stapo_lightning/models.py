@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,6 +47,25 @@ def context_length(policy: str) -> int | None:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def weights_identity(path: str) -> tuple[str, str]:
+    """What tells one set of weights from another without reading them.
+
+    Args:
+        path: A checkpoint, a folder or a hub id.
+
+    Returns:
+        A short name for folders, and the name with size and time of change of each file; of a hub id just the id.
+
+    """
+    place = Path(path)
+    name = re.sub(r"[^\w.=-]+", "-", place.name.removesuffix(".ckpt")) or "policy"
+    if not place.exists():
+        return name, path
+    files = [place] if place.is_file() else sorted(file for file in place.rglob("*") if file.is_file())
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return name, f"{place.resolve()} {stats}"
 
 
 def load_tokenizer(policy: str) -> PreTrainedTokenizerBase:

@@ -25,7 +25,8 @@ from stapo_lightning.batch import EvalBatch, LossOutput, RolloutBatch, Selection
 from stapo_lightning.checkpoint_io import AtomicCheckpointIO
 from stapo_lightning.distributed import Ranks
 from stapo_lightning.errors import ConfigError, NonFiniteError, bounded
-from stapo_lightning.metrics import AccuracyMetrics, MismatchMetrics, RolloutMetrics, UpdateMetrics
+from stapo_lightning.evaluation import Evaluation, summary
+from stapo_lightning.metrics import MismatchMetrics, ProblemTable, RolloutMetrics, UpdateMetrics
 from stapo_lightning.microbatch import micro_batches
 from stapo_lightning.models import (
     backbone,
@@ -37,6 +38,8 @@ from stapo_lightning.models import (
     load_tokenizer,
     output_head,
     policy_problems,
+    resolve_policy,
+    weights_identity,
 )
 from stapo_lightning.objective import (
     K3,
@@ -139,11 +142,12 @@ class StapoModule(L.LightningModule):
         self.rollout_metrics = RolloutMetrics()
         self.update_metrics = UpdateMetrics()
         self.mismatch_metrics = MismatchMetrics()
-        self.accuracy: torch.nn.ModuleDict = torch.nn.ModuleDict()
+        self.problem_tables: torch.nn.ModuleList = torch.nn.ModuleList()
         self.skipped_updates = 0
         self.skipped_in_a_row = 0
         self.validated_update = 0
         self.eval_results: dict[str, float] = {}
+        self.eval_values: list[tuple[Evaluation, Tensor]] = []
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     # ---- setup ------------------------------------------------------------------------------------------------------
@@ -202,17 +206,18 @@ class StapoModule(L.LightningModule):
             found.append("no datamodule: pass a RolloutDataModule to trainer.fit(module, datamodule=...)")
             return found
         found += data.problems(self.trainer.world_size)
+        found += self.plan().problems() if stage == "fit" else []
+        limit = context_length(self.policy_name) if not found else None
+        for option, sampling in data.samplings(stage):
+            longest = data.max_prompt_tokens + sampling.max_new_tokens
+            if limit is not None and longest > limit:
+                found.append(
+                    f"data.max_prompt_tokens={data.max_prompt_tokens} plus {option}.max_new_tokens="
+                    f"{sampling.max_new_tokens} make {longest} tokens, but the policy reads at most {limit}"
+                    " (max_position_embeddings); lower one of them"
+                )
         if stage != "fit":
             return found
-        found += self.plan().problems()
-        limit = context_length(self.policy_name) if not found else None
-        longest = data.max_prompt_tokens + data.sampling.max_new_tokens
-        if limit is not None and longest > limit:
-            found.append(
-                f"data.max_prompt_tokens={data.max_prompt_tokens} plus data.sampling.max_new_tokens="
-                f"{data.sampling.max_new_tokens} make {longest} tokens, but the policy reads at most {limit}"
-                " (max_position_embeddings); lower one of them"
-            )
         found += self.surrogate.problems() + self.selector.problems() + self.aggregation.problems()
         found += bounded("model.kl_coef", self.kl_coef, at_least=0)
         found += bounded("model.max_grad_norm", self.max_grad_norm, at_least=0)
@@ -267,6 +272,12 @@ class StapoModule(L.LightningModule):
         if self.policy is None:
             raise RuntimeError("the policy is loaded in configure_model; it is there from trainer.fit/validate/test on")
         return self.policy
+
+    def weights_identity(self) -> tuple[str, str]:
+        """A short name of the policy's weights, and what tells them from all others."""
+        if self.trainer.ckpt_path is None and self.global_step > 0:
+            return f"step={self.global_step}", str(time.time_ns())  # trained in this process and nowhere on disk
+        return weights_identity(str(self.trainer.ckpt_path or resolve_policy(self.policy_name)))
 
     def configure_model(self) -> None:
         """Loads the weights; a second stage of the same process keeps those that are there."""
@@ -482,24 +493,24 @@ class StapoModule(L.LightningModule):
     # ---- validate, test, predict ------------------------------------------------------------------------------------
 
     def on_validation_epoch_start(self) -> None:
-        """Empties the accuracy metrics."""
-        self._reset_accuracy()
+        """Empties the tables."""
+        self._empty_tables("validate")
 
     def on_test_epoch_start(self) -> None:
-        """Empties the accuracy metrics."""
-        self._reset_accuracy()
+        """Empties the tables."""
+        self._empty_tables("test")
 
     def validation_step(self, batch: EvalBatch, batch_idx: int) -> None:
-        """Counts correct completions."""
-        self._count(batch)
+        """Enters the problems into the tables."""
+        self._enter(batch)
 
     def test_step(self, batch: EvalBatch, batch_idx: int) -> None:
-        """Counts correct completions."""
-        self._count(batch)
+        """Enters the problems into the tables."""
+        self._enter(batch)
 
     def on_validation_epoch_end(self) -> None:
-        """Publishes val/<decoding>/..."""
-        self._publish_accuracy("val")
+        """Publishes val/<benchmark>/<decoding>/..."""
+        self._publish("val")
 
     def on_validation_end(self) -> None:
         """Takes the checkpoint of this update once more, so that it knows of its validation."""
@@ -511,37 +522,36 @@ class StapoModule(L.LightningModule):
                 self.trainer.save_checkpoint(path)
 
     def on_test_epoch_end(self) -> None:
-        """Publishes test/<decoding>/..."""
-        self._publish_accuracy("test")
+        """Publishes test/<benchmark>/<decoding>/..."""
+        self._publish("test")
 
     def predict_step(self, batch: EvalBatch, batch_idx: int) -> EvalBatch:
         """Hands the completions to the prediction writer."""
         return batch
 
-    def _reset_accuracy(self) -> None:
+    def _empty_tables(self, stage: str) -> None:
         data = self.trainer.datamodule  # type: ignore[attr-defined]
-        self.accuracy = torch.nn.ModuleDict(
-            {decoding.name: AccuracyMetrics(decoding.samples) for decoding in data.decodings}
-        ).to(self.device)
+        self.problem_tables = torch.nn.ModuleList(map(ProblemTable, data.evaluations(stage))).to(self.device)
 
-    def _count(self, batch: EvalBatch) -> None:
+    def _enter(self, batch: EvalBatch) -> None:
+        tables: Any = self.problem_tables
         for samples in batch.samples:
-            metric: Any = self.accuracy[samples.decoding]
-            metric.update(samples)
+            key = (batch.prompts[0].source, samples.decoding)
+            table = next(t for t in tables if (t.evaluation.benchmark, t.evaluation.decoding) == key)
+            table.update(batch.uids, samples)
 
-    def _publish_accuracy(self, stage: str) -> None:
-        results: dict[str, float] = {}
-        for name, metric in self.accuracy.items():
-            values: dict[str, float] = metric.compute()  # type: ignore[operator]
-            results |= {f"{stage}/{name}/{key}": value for key, value in values.items()}
-        self.eval_results = results
+    def _publish(self, stage: str) -> None:
+        tables: Any = self.problem_tables
+        # A limit on batches can leave a benchmark out.
+        self.eval_values = [(t.evaluation, values) for t in tables if len(values := t.compute())]
+        self.eval_results = {f"{stage}/{tag}": value for tag, value in summary(self.eval_values).items()}
         if self.trainer.state.fn == "fit":
             self.validated_update = self.global_step
-            self._to_loggers(results)
-            self._to_callbacks(results)
+            self._to_loggers(self.eval_results)
+            self._to_callbacks(self.eval_results)
         else:
-            # Lightning's own way: it also prints the table and returns the results.
-            self.log_dict(results, batch_size=1)
+            # Lightning's own way: it also returns the results.
+            self.log_dict(self.eval_results, batch_size=1)
 
     # ---- logging and state ------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ class Prompt:
         source: Name of the benchmark or data set; evaluation reports one line a source.
         solution: A worked solution, used by the supervised warm start alone; "" where there is none.
         messages: (role, content) pairs to which the policy's chat template is applied; empty for plain text.
+        samples: Completions of it that an evaluation draws; 0 leaves their number to the decoding.
         metadata: JSON text for a reward that needs more than the answer; "" where there is none.
 
     """
@@ -24,4 +25,5 @@ class Prompt:
     source: str = ""
     solution: str = ""
     messages: tuple[tuple[str, str], ...] = ()
+    samples: int = 0
     metadata: str = ""

@@ -32,6 +32,7 @@ def datamodule(**changes) -> RolloutDataModule:
             Decoding("sampled", 2, Sampling(max_new_tokens=40)),
         ],
         reward_workers=0,
+        gold_check=0,  # rewards of tests are often no verifiers
     )
     return RolloutDataModule(**(settings | changes))
 

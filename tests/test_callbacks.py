@@ -84,8 +84,8 @@ def test_the_summary_prints_before_and_after(tmp_path, capsys):
     run.fit(policy, datamodule=datamodule())
     printed = capsys.readouterr().out
     assert summary.after == policy.eval_results
-    row = re.search(r"val/sampled/avg@2\W+([\d.]+)%\W+([\d.]+)%", printed)
-    assert float(row[1]) == pytest.approx(100 * summary.before["val/sampled/avg@2"], abs=0.05)
-    assert float(row[2]) == pytest.approx(100 * summary.after["val/sampled/avg@2"], abs=0.05)
+    row = re.search(r"val/arithmetic/sampled/avg@2\W+([\d.]+)%\W+([\d.]+)%", printed)
+    assert float(row[1]) == pytest.approx(100 * summary.before["val/arithmetic/sampled/avg@2"], abs=0.05)
+    assert float(row[2]) == pytest.approx(100 * summary.after["val/arithmetic/sampled/avg@2"], abs=0.05)
     assert "held-out results after 2 updates" in printed
     assert f"run          {tmp_path}" in printed

@@ -6,8 +6,10 @@ import re
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from stapo_lightning.cli import StapoCLI, resume_last
+from stapo_lightning.data import ArithmeticPrompts
 from stapo_lightning.errors import StapoError
 from tests.cli import parse, stapo
 
@@ -78,7 +80,16 @@ def test_every_argument_of_ours_is_described():
 
 
 @pytest.mark.parametrize(
-    ("base", "name"), [("model.selector", "S2T"), ("model.surrogate", "DualClipped"), ("data.engine", "HFEngine")]
+    ("base", "name"),
+    [
+        ("model.selector", "S2T"),
+        ("model.surrogate", "DualClipped"),
+        ("data.engine", "HFEngine"),
+        ("data.train_prompts", "JsonlPrompts"),
+        ("data.train_prompts", "ParquetPrompts"),
+        ("data.train_prompts", "HFPrompts"),
+        ("data.train_prompts", "ReasoningGymPrompts"),
+    ],
 )
 def test_arguments_of_components_are_described(base, name):
     printed = stapo("fit", f"--{base}.help", name).stdout
@@ -205,7 +216,14 @@ def test_fit_prints_sizes_results_and_where_things_lie(fitted):
     run, outputs = fitted
     text = outputs["fit"]
     assert text.count("16 prompts x 8 completions = 128 sequences") == 1
-    for expected in ("val/sampled/avg@4", "before", "after", "held-out results after 4 updates", "silenced", str(run)):
+    for expected in (
+        "val/arithmetic/sampled/avg@4",
+        "before",
+        "after",
+        "after 4 updates",
+        "silenced",
+        str(run),
+    ):
         assert expected in text, text
     assert f"tensorboard --logdir {run.parent}" in text
     assert "Warning" not in text
@@ -213,9 +231,33 @@ def test_fit_prints_sizes_results_and_where_things_lie(fitted):
 
 
 def test_validate_and_test_print_their_results(fitted):
-    _, outputs = fitted
-    assert "val/sampled/avg@4" in outputs["validate"]
-    assert "test/sampled/pass@4" in outputs["test"]
+    run, outputs = fitted
+    for subcommand in ("validate", "test"):
+        text = outputs[subcommand]
+        assert re.search(r"sampled .*\d+\.\d%", text), text
+        assert "maj@4" in text
+        assert "Test metric" not in text  # Lightning's table would say it all again
+    (folder,) = (run / "test").iterdir()
+    assert f"results      {folder / 'results.json'}" in outputs["test"]
+    assert f"completions  {folder / 'completions.jsonl'}" in outputs["test"]
+
+
+def test_the_results_are_those_of_the_completions(fitted):
+    run, outputs = fitted
+    (folder,) = (run / "test").iterdir()
+    rows = [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
+    results = json.loads((folder / "results.json").read_text())
+    assert results["update"] == 4
+    assert results["checkpoint"].endswith(".ckpt")
+    for result in results["results"]:
+        mine = [row for row in rows if row["decoding"] == result["decoding"]]
+        assert len(mine) == result["problems"] * result["samples"]
+        accuracy = result["estimates"][f"avg@{result['samples']}"]
+        assert accuracy["value"] == pytest.approx(sum(row["correct"] for row in mine) / len(mine))
+        assert accuracy["low"] <= accuracy["value"] <= accuracy["high"]
+        assert f"{accuracy['value']:.1%}" in outputs["test"]
+        for row in mine:
+            assert row["correct"] == (row["answer"] == row["gold"])
 
 
 def test_predict_writes_jsonl(fitted):
@@ -223,7 +265,8 @@ def test_predict_writes_jsonl(fitted):
     rows = [json.loads(line) for line in (run / "predictions.jsonl").read_text().splitlines()]
     assert len(rows) == 4
     assert set(rows[0]) == {
-        "source", "prompt_number", "prompt", "answer", "completion", "correct", "tokens", "truncated",
+        "source", "prompt_number", "prompt", "answer", "completion", "extracted", "correct", "tokens",
+        "truncated",
     }  # fmt: skip
     for row in rows:
         assert row["correct"] == (f"\\boxed{{{row['answer']}}}" in row["completion"])
@@ -252,8 +295,6 @@ def test_the_exported_policy_loads_and_generates_in_transformers(fitted):
 
 
 def test_tensorboard_holds_every_tag(fitted):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     run, _ = fitted
     events = EventAccumulator(str(run))
     events.Reload()
@@ -266,10 +307,10 @@ def test_tensorboard_holds_every_tag(fitted):
         "completion/length_mean", "completion/length_max", "completion/truncated_fraction",
         "rollout/logprob_diff_mean", "rollout/logprob_diff_max", "rollout/tokens_per_second",
         "time/rollout_s", "time/reward_s", "time/score_s", "time/update_s", "time/step_s",
-        "val/greedy/avg@1", "val/sampled/avg@4", "val/sampled/pass@4",
+        "val/arithmetic/greedy/avg@1", "val/arithmetic/sampled/avg@4", "val/arithmetic/sampled/pass@4",
     }  # fmt: skip
     assert expected <= set(events.Tags()["scalars"]), expected - set(events.Tags()["scalars"])
-    steps = [event.step for event in events.Scalars("val/sampled/avg@4")]
+    steps = [event.step for event in events.Scalars("val/arithmetic/sampled/avg@4")]
     assert steps[:3] == [0, 2, 4]  # before the first update, then every second rollout
     assert [event.step for event in events.Scalars("reward/mean")] == [1, 2, 3, 4]
     assert any("config" in tag for tag in events.Tags()["tensors"])
@@ -289,3 +330,59 @@ def test_a_second_run_gets_its_own_folder(fitted):
     )
     assert done.returncode == 0, done.stderr
     assert os.path.exists(run.parent / "version_1" / "config.yaml")
+
+
+def test_all_that_is_wrong_with_the_files_comes_in_the_same_error(tmp_path):
+    train, val = tmp_path / "train.jsonl", tmp_path / "val.jsonl"
+    train.write_text(
+        '{"question": "From 1: +2.", "answer": "3"}\n{"question": "From\n{"question": " ", "answer": null}\n'
+    )
+    val.write_text('{"problem": "From 1: +2.", "answer": "3"}\n')
+    done = stapo(
+        "fit", "--config", QUICK, "--data.train_prompts=JsonlPrompts", f"--data.train_prompts.path={train}",
+        "--data.val_prompts=JsonlPrompts", f"--data.val_prompts.path={val}", "--model.prompts_per_update=5",
+        "--model.policy=/no/such/model", f"--trainer.logger.save_dir={tmp_path}",
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "6 problems in the configuration" in done.stderr
+    for expected in (
+        f"data.train_prompts: {train}, row 2: not one JSON object (",
+        f"data.train_prompts: {train}, row 3: the prompt (column 'question', columns.prompt) is empty",
+        f"data.train_prompts: {train}, row 3: the answer (column 'answer', columns.answer) is empty",
+        f"data.val_prompts: {val}, row 1: no column 'question' (columns.prompt); columns found: problem, answer",
+        "model.policy='/no/such/model': no such folder",
+        "model.prompts_per_update=5 does not divide data.prompts_per_batch=16",
+    ):
+        assert expected in done.stderr
+
+
+def test_a_jsonl_file_with_its_own_column_names_trains(tmp_path):
+    prompts = ArithmeticPrompts("train", 40).load()
+    rows = [{"task": {"text": prompt.text}, "gold": int(prompt.answer)} for prompt in prompts]
+    path = tmp_path / "train.jsonl"
+    path.write_text(
+        "".join(json.dumps(row) + "\n" for row in [*rows, rows[0], {"task": {"text": "1" * 50}, "gold": 1}])
+    )
+    config = tmp_path / "my_data.yaml"
+    config.write_text(f"""
+data:
+  train_prompts:
+    class_path: stapo_lightning.data.JsonlPrompts
+    init_args:
+      path: {path}
+      columns: {{prompt: task.text, answer: gold}}
+      wording: {{suffix: "\\n"}}
+""")
+    done = stapo(
+        "fit", "--config", QUICK, "--config", str(config), "--config", "configs/debug.yaml",
+        "--data.val_prompts.size=8", "--data.reward_workers=1", f"--trainer.logger.save_dir={tmp_path}",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    text = "data.train_prompts: 40 prompts; dropped 1 repeated, dropped 1 longer than data.max_prompt_tokens=32"
+    assert done.stdout.count(text) == 1
+    assert "held-out results after 4 updates" in done.stdout
+    events = EventAccumulator(str(tmp_path / "quickstart" / "version_0"))
+    events.Reload()
+    # What the policy reads is, with the line break of the suffix, what it has learnt to read: it solves some.
+    assert max(event.value for event in events.Scalars("reward/mean")) > 0.1

@@ -1,21 +1,32 @@
 """Every shipped config parses, and overlays hold what they say."""
 
+import itertools
 from pathlib import Path
 
+import datasets
 import pytest
 import yaml
 
-from stapo_lightning import objective
+from stapo_lightning import data, objective
+from stapo_lightning.data import Columns, Wording
+from stapo_lightning.rewards import Completion, ReasoningGym
+from tests.builders import SHARED
 from tests.cli import parse
 
 ROOT = Path(__file__).parents[1]
 METHODS = sorted(path.stem for path in (ROOT / "configs" / "methods").glob("*.yaml"))
+DATA = sorted(path.stem for path in (ROOT / "configs" / "data").glob("*.yaml"))
 STANDALONE = ("quickstart", "base")
 
 
 def test_every_config_is_covered():
     found = {path.relative_to(ROOT / "configs").with_suffix("").as_posix() for path in ROOT.glob("configs/**/*.yaml")}
-    assert found == {*STANDALONE, "debug", *(f"methods/{method}" for method in METHODS)}
+    assert found == {
+        *STANDALONE,
+        "debug",
+        *(f"methods/{method}" for method in METHODS),
+        *(f"data/{data}" for data in DATA),
+    }
 
 
 @pytest.mark.parametrize("name", STANDALONE)
@@ -56,6 +67,110 @@ def test_a_method_overlay_replaces_whatever_came_before(method, before):
     assert model.selector.class_path == f"stapo_lightning.objective.{selector}"
     assert model.aggregation.class_path == f"stapo_lightning.objective.{aggregation}"
     assert model.kl_coef == kl_coef
+
+
+def _train_prompts(*overlays):
+    return parse("configs/base.yaml", *(f"configs/data/{name}.yaml" for name in overlays)).data.train_prompts
+
+
+# (source, reward) of each overlay.
+DATA_EXPECTED = {
+    "dapo_math_17k": ("HFPrompts", "BoxedMatch"),
+    "gsm8k": ("HFPrompts", "BoxedMatch"),
+    "gsm8k_jsonl": ("JsonlPrompts", "BoxedMatch"),
+    "reasoning_gym": ("ReasoningGymPrompts", "ReasoningGym"),
+}
+
+
+def test_all_data_overlays_are_there():
+    assert set(DATA) == set(DATA_EXPECTED)
+
+
+# DAPO-Math-17k brings no held-out prompts, and those of reasoning_gym are of the same task as the training prompts.
+@pytest.mark.parametrize(
+    ("before", "name"), sorted({*itertools.permutations(DATA, 2)} - {("reasoning_gym", "dapo_math_17k")})
+)
+def test_a_data_overlay_replaces_whatever_came_before(before, name):
+    source, reward = DATA_EXPECTED[name]
+    data = parse("configs/base.yaml", f"configs/data/{before}.yaml", f"configs/data/{name}.yaml").data
+    assert data.train_prompts.class_path == f"stapo_lightning.data.{source}"
+    assert data.reward.class_path == f"stapo_lightning.rewards.{reward}"
+    alone = _train_prompts(name)
+    kept = {"name", "revision"}  # labels of rows and versions, which no overlay of another data set relies on
+    for key in set(alone.init_args.keys()) - kept:
+        assert data.train_prompts.init_args[key] == alone.init_args[key], key
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "gsm8k_jsonl", "reasoning_gym"])
+def test_held_out_prompts_are_worded_as_those_trained_on(name):
+    flags = ("--data.train_prompts.wording.chat_template=true", "--data.train_prompts.wording.suffix= Think.")
+    data = parse("configs/base.yaml", f"configs/data/{name}.yaml", flags=flags).data
+    for prompts in (data.train_prompts, data.val_prompts, data.test_prompts):
+        assert (prompts.init_args.wording.chat_template, prompts.init_args.wording.suffix) == (True, " Think.")
+
+
+def _source(config):
+    """The source of a config whose class has no other classes among its arguments."""
+    settings = config.init_args.as_dict()
+    settings |= {"wording": Wording(**settings["wording"])}
+    settings |= {"columns": Columns(**settings["columns"])} if "columns" in settings else {}
+    return getattr(data, config.class_path.rsplit(".", 1)[1])(**settings)
+
+
+def test_published_dapo_rows_lose_their_instructions(tmp_path):
+    # As the hub has them: instructions around each problem, each row many times.
+    rows = [
+        {
+            "data_source": "math_dapo",
+            "prompt": [
+                {
+                    "role": "user",
+                    "content": "Solve the following math problem step by step. The last line of your response should be"
+                    " of the form Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
+                    f'What is {i} + 1?\n\nRemember to put your answer on its own line after "Answer:".',
+                }
+            ],
+            "reward_model": {"ground_truth": str(answer), "style": "rule-lighteval/MATH_v2"},
+        }
+        for i, answer in [(1, 2), (2, 3), (1, 2), (3, 4), (3, 5)]
+    ]
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+    config = _train_prompts("dapo_math_17k")
+    config.init_args.dataset = str(tmp_path / "saved")
+    source = _source(config)
+    prompts = source.load()
+    suffix = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+    assert [(p.text, p.answer, p.source, p.messages) for p in prompts] == [
+        (f"What is 1 + 1?{suffix}", "2", "math_dapo", ()),
+        (f"What is 2 + 1?{suffix}", "3", "math_dapo", ()),
+    ]
+    assert source.remarks == ["dropped 1 repeated", "dropped 1 with contradicting answers"]
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "gsm8k_jsonl"])
+@pytest.mark.skipif(not (SHARED / "data" / "gsm8k").is_dir(), reason=f"{SHARED}/data/gsm8k is not there")
+def test_gsm8k_loads_from_its_files(name, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    config = parse("configs/base.yaml", f"configs/data/{name}.yaml").data
+    for prompts, count, answer in ((config.train_prompts, 7473, "72"), (config.test_prompts, 1319, "18")):
+        if name == "gsm8k":  # the folder stands in for the hub, and has no configurations
+            prompts.init_args.dataset, prompts.init_args.config_name = str(SHARED / "data" / "gsm8k"), ""
+        loaded = _source(prompts).load()
+        assert (len(loaded), loaded[0].answer, loaded[0].source) == (count, answer, "gsm8k")
+        assert loaded[0].text.endswith("?\nPlease reason step by step, and put your final answer within \\boxed{}.")
+
+
+def test_reasoning_gym_holds_problems_out():
+    config = parse(
+        "configs/base.yaml", "configs/data/reasoning_gym.yaml", flags=("--data.train_prompts.size=3000",)
+    ).data
+    train, val, test = (_source(c).load() for c in (config.train_prompts, config.val_prompts, config.test_prompts))
+    assert (len(val), len(test)) == (256, 512)
+    held_out = {prompt.text for prompt in (*val, *test)}
+    assert len(train) == 3000 and len(held_out) == 768
+    assert not held_out & {prompt.text for prompt in train}
+    golds = [Completion(prompt, ReasoningGym().gold(prompt), 1, False) for prompt in val]
+    assert ReasoningGym()(golds) == [1.0] * 256
 
 
 def test_defaults_of_the_code_are_the_papers():

@@ -1,78 +1,54 @@
 """What is logged: sums over sums."""
 
-import itertools
 import math
 
 import pytest
 import torch
 
-from stapo_lightning.batch import EvalSamples, TokenScores, UpdateRecord
+from stapo_lightning.batch import EvalCompletion, EvalSamples, TokenScores, UpdateRecord
+from stapo_lightning.evaluation import Evaluation
 from stapo_lightning.metrics import (
-    AccuracyMetrics,
     MismatchMetrics,
+    ProblemTable,
     RolloutMetrics,
     UpdateMetrics,
-    pass_at_k,
-    powers_of_two,
 )
 from tests.builders import rollout_batch
 
 NAN = float("nan")
 
 
-# ---- accuracy -------------------------------------------------------------------------------------------------------
+# ---- held-out problems ----------------------------------------------------------------------------------------------
 
 
-def test_pass_at_k_of_cases_md():
-    # n = 4, one correct: 1 - C(3, k) / C(4, k) = 1 - 3/4, 1 - 3/6, 1 - 0; k = 8 left out.
-    assert [pass_at_k(1, 4, k) for k in (1, 2, 4)] == [0.25, 0.5, 1.0]
-    assert powers_of_two(4) == [1, 2, 4]
+def _problem(correct, tokens=1):
+    return [EvalCompletion("", str(c), bool(c), bool(c), tokens, False) for c in correct]
 
 
-@pytest.mark.parametrize(
-    ("samples", "expected"), [(1, [1]), (2, [1, 2]), (3, [1, 2]), (6, [1, 2, 4]), (32, [1, 2, 4, 8, 16, 32])]
-)
-def test_powers_of_two(samples, expected):
-    assert powers_of_two(samples) == expected
+def test_a_table_holds_a_row_for_each_problem_that_was_reached():
+    table = ProblemTable(Evaluation("b", "d", problems=5, samples=2))
+    table.update([3, 0], EvalSamples("d", [_problem([1, 0], tokens=4), _problem([0, 0], tokens=6)]))
+    table.update([1], EvalSamples("d", [_problem([1, 1], tokens=8)]))
+    # avg@2, pass@1, pass@2, maj@2 (a tie of 1 and 0 is half), length, truncated; problems 2 and 4 were not reached.
+    assert table.compute().tolist() == [
+        [0.0, 0.0, 0.0, 0.0, 6.0, 0.0],
+        [1.0, 1.0, 1.0, 1.0, 8.0, 0.0],
+        [0.5, 0.5, 1.0, 0.5, 4.0, 0.0],
+    ]
+    table.reset()
+    assert len(table.compute()) == 0
 
 
-@pytest.mark.parametrize("correct", range(7))
-@pytest.mark.parametrize("k", [1, 2, 3, 6])
-def test_pass_at_k_counts_all_subsets(correct, k):
-    subsets = list(itertools.combinations([True] * correct + [False] * (6 - correct), k))
-    assert pass_at_k(correct, 6, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
-
-
-def _samples(correct, lengths, truncated):
-    correct = torch.tensor(correct).bool()
-    return EvalSamples("greedy", correct, [], torch.tensor(truncated).bool(), torch.tensor(lengths))
-
-
-def test_accuracy():
-    # Three problems with 1, 4 and 0 of 4 correct, in two batches.
-    metrics = AccuracyMetrics(samples=4)
-    metrics.update(_samples([[1, 0, 0, 0], [1, 1, 1, 1]], [[1, 2, 3, 4], [5, 5, 5, 5]], [[1, 0, 0, 0], [0, 0, 0, 0]]))
-    metrics.update(_samples([[0, 0, 0, 0]], [[10, 10, 10, 10]], [[1, 1, 0, 0]]))
-    assert metrics.compute() == pytest.approx(
-        {
-            "avg@4": 5 / 12,
-            "pass@1": 5 / 12,  # (0.25 + 1 + 0) / 3
-            "pass@2": 0.5,  # (0.5 + 1 + 0) / 3
-            "pass@4": 2 / 3,
-            "length_mean": 70 / 12,
-            "truncated_fraction": 0.25,
-        },
-        abs=1e-12,
-    )
-    metrics.reset()
-    metrics.update(_samples([[1, 1, 1, 1]], [[1, 1, 1, 1]], [[0, 0, 0, 0]]))
-    assert metrics.compute()["avg@4"] == 1.0
-
-
-def test_accuracy_of_one_sample_has_no_pass_at_k():
-    metrics = AccuracyMetrics(samples=1)
-    metrics.update(_samples([[1], [0]], [[3], [5]], [[0], [1]]))
-    assert metrics.compute() == {"avg@1": 0.5, "length_mean": 4.0, "truncated_fraction": 0.5}
+def test_tables_of_two_ranks_add_up():
+    # What torchmetrics does between ranks: the states are summed.
+    evaluation = Evaluation("b", "d", problems=3, samples=1)
+    whole, first, second = (ProblemTable(evaluation) for _ in range(3))
+    problems = [_problem([1], 3), _problem([0], 4), _problem([1], 5)]
+    whole.update([0, 1, 2], EvalSamples("d", problems))
+    first.update([0, 2], EvalSamples("d", problems[::2]))
+    second.update([1], EvalSamples("d", problems[1:2]))
+    first.rows = first.rows + second.rows
+    assert torch.equal(first.compute(), whole.compute())
 
 
 # ---- rollouts -------------------------------------------------------------------------------------------------------

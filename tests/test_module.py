@@ -30,6 +30,9 @@ class Replay(L.LightningDataModule):
     def problems(self, world_size: int) -> list[str]:
         return []
 
+    def samplings(self, stage: str) -> list[tuple[str, Sampling]]:
+        return [("data.sampling", self.sampling)]
+
     def train_dataloader(self):
         return torch.utils.data.DataLoader([0])
 
@@ -300,12 +303,13 @@ def test_validation_counts_held_out_prompts(tmp_path):
     run = trainer(tmp_path, limit_val_batches=1.0)
     (results,) = run.validate(policy, datamodule=datamodule(reward=BoxedMatch()), verbose=False)
     assert results == {k: pytest.approx(v, abs=1e-6) for k, v in policy.eval_results.items()}
-    assert set(results) >= {"val/greedy/avg@1", "val/sampled/avg@2", "val/sampled/pass@1", "val/sampled/pass@2"}
+    greedy, sampled = "val/arithmetic/greedy", "val/arithmetic/sampled"
+    assert set(results) >= {f"{greedy}/avg@1", f"{sampled}/avg@2", f"{sampled}/pass@1", f"{sampled}/maj@2"}
     # 12 prompts: greedy accuracy is a twelfth's multiple, and the shipped policy is right on most of them.
-    assert results["val/greedy/avg@1"] * 12 == pytest.approx(round(results["val/greedy/avg@1"] * 12))
-    assert results["val/greedy/avg@1"] > 0.7
-    assert results["val/sampled/pass@1"] == pytest.approx(results["val/sampled/avg@2"])
-    assert results["val/sampled/pass@2"] >= results["val/sampled/pass@1"]
+    assert results[f"{greedy}/avg@1"] * 12 == pytest.approx(round(results[f"{greedy}/avg@1"] * 12))
+    assert results[f"{greedy}/avg@1"] > 0.7
+    assert results[f"{sampled}/pass@1"] == pytest.approx(results[f"{sampled}/avg@2"])
+    assert results[f"{sampled}/pass@2"] >= results[f"{sampled}/pass@1"]
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])

@@ -13,7 +13,9 @@ from tests.cli import parse, stapo
 def test_accuracy_rises_from_about_40_to_at_least_70_percent(tmp_path):
     done = stapo("fit", "--config", "configs/quickstart.yaml", f"--trainer.logger.save_dir={tmp_path}", timeout=900)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    before, after = (float(x) for x in re.search(r"val/sampled/avg@4\W+([\d.]+)%\W+([\d.]+)%", done.stdout).groups())
+    before, after = (
+        float(x) for x in re.search(r"val/arithmetic/sampled/avg@4\W+([\d.]+)%\W+([\d.]+)%", done.stdout).groups()
+    )
     assert 35 <= before <= 47
     assert after >= 70
     silenced, tokens = (

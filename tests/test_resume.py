@@ -158,9 +158,9 @@ def test_killed_between_checkpoint_and_validation(whole, tmp_path):
     flag = "--data.val_prompts.size=200"
     _kill_after(tmp_path, 4, 0.02, flag)
     assert _state(tmp_path)["global_step"] == 8
-    assert 8 not in _scalars(tmp_path)["val/greedy/avg@1"]
+    assert 8 not in _scalars(tmp_path)["val/arithmetic/greedy/avg@1"]
     _finish(tmp_path, flag, "--ckpt_path=last")
-    assert set(_scalars(tmp_path)["val/greedy/avg@1"]) == {0, 8, 16, 24}
+    assert set(_scalars(tmp_path)["val/arithmetic/greedy/avg@1"]) == {0, 8, 16, 24}
     assert torch.equal(
         *(_state(folder)["state_dict"]["policy.model.embed_tokens.weight"] for folder in (tmp_path, whole))
     )

@@ -1,6 +1,7 @@
 """Prompts, and the datamodule that turns them into rollouts."""
 
 from stapo_lightning.data.arithmetic import ArithmeticPrompts
+from stapo_lightning.data.benchmarks import Benchmark, Benchmarks
 from stapo_lightning.data.columns import Columns
 from stapo_lightning.data.datamodule import Decoding, RolloutDataModule
 from stapo_lightning.data.hf import HFPrompts
@@ -12,6 +13,8 @@ from stapo_lightning.data.wording import Wording
 
 __all__ = [
     "ArithmeticPrompts",
+    "Benchmark",
+    "Benchmarks",
     "Columns",
     "Decoding",
     "HFPrompts",

@@ -10,7 +10,7 @@ from stapo_lightning.data.wording import Wording
 from stapo_lightning.errors import ConfigError
 from stapo_lightning.prompt import Prompt
 
-Conflicts = Literal["error", "first"]
+Conflicts = Literal["error", "drop"]
 
 # Problems that one error lists, and row numbers that each of them names.
 _LISTED = 20
@@ -24,8 +24,7 @@ class PromptCollector:
         columns: Where a row holds what.
         wording: The words around each problem.
         name: Source of the rows that name none.
-        conflicts: A row that asks the same as an earlier one with another answer: "error", or "first" keeps the
-            earlier.
+        conflicts: Rows that ask the same with different answers: "error", or "drop" leaves such problems out.
 
     """
 
@@ -34,10 +33,10 @@ class PromptCollector:
         self.wording = wording
         self.name = name
         self.conflicts = conflicts
-        self.prompts: list[Prompt] = []
-        self.repeated = 0
-        self.contradicting = 0
         self._seen: dict[Messages, tuple[str, str, int]] = {}  # problem -> answer, file, row
+        self._prompts: dict[Messages, Prompt] = {}
+        self._repeated = 0
+        self._disputed: set[Messages] = set()
         self._with_prefix = 0
         self._with_suffix = 0
         self._found: dict[tuple[str, str], list[int]] = {}  # (file, problem) -> rows
@@ -60,7 +59,7 @@ class PromptCollector:
         key = self.wording.bare(problem.messages)
         first = self._seen.get(key)
         if first is not None:
-            self._repeat(where, number, problem.answer, first)
+            self._repeat(where, number, key, problem.answer, first)
             return
         self._seen[key] = (problem.answer, where, number)
         if not key[-1][1]:
@@ -74,21 +73,21 @@ class PromptCollector:
         raw = problem.messages[-1][1]
         self._with_prefix += raw.startswith(self.wording.remove_prefix.strip())
         self._with_suffix += raw.endswith(self.wording.remove_suffix.strip())
-        self.prompts.append(
-            Prompt(text, problem.answer, problem.source or self.name, problem.solution, messages=messages)
+        self._prompts[key] = Prompt(
+            text, problem.answer, problem.source or self.name, problem.solution, messages=messages
         )
 
-    def _repeat(self, where: str, number: int, answer: str, first: tuple[str, str, int]) -> None:
+    def _repeat(self, where: str, number: int, key: Messages, answer: str, first: tuple[str, str, int]) -> None:
         kept, file, row = first
         if answer == kept:
-            self.repeated += 1
-        elif self.conflicts == "first":
-            self.contradicting += 1
+            self._repeated += 1
+        elif self.conflicts == "drop":
+            self._disputed.add(key)
         else:
             self.complain(
                 where,
                 f"asks the same as row {row}{'' if file == where else f' of {file}'}, but its answer is {answer!r} and"
-                f" not {kept!r}; take one of the two out, or keep the first with conflicts: first",
+                f" not {kept!r}; take one of the two out, or leave out all such problems with conflicts: drop",
                 number,
             )
 
@@ -112,25 +111,25 @@ class PromptCollector:
         found = [f"{where}{_rows(rows)}: {problem}" for (where, problem), rows in self._found.items()]
         if self._unlisted:
             found.append(f"and {self._unlisted:,} more")
-        if self.prompts:
+        if self._prompts:
             for option, having in (("remove_prefix", self._with_prefix), ("remove_suffix", self._with_suffix)):
                 if having == 0:
                     found.append(
-                        f"wording.{option}={getattr(self.wording, option)[:60]!r}: none of {len(self.prompts):,}"
+                        f"wording.{option}={getattr(self.wording, option)[:60]!r}: none of {len(self._prompts):,}"
                         f" prompts has it; correct it or leave it out. The first is {self._first()!r}"
                     )
         if found:
             raise ConfigError(found)
-        return self.prompts, self._remarks()
+        return [prompt for key, prompt in self._prompts.items() if key not in self._disputed], self._remarks()
 
     def _first(self) -> str:
         return next(iter(self._seen))[-1][1][:60]
 
     def _remarks(self) -> list[str]:
-        total = len(self.prompts)
+        total = len(self._prompts)
         counts = [
-            (self.repeated, "dropped {:,} repeated"),
-            (self.contradicting, "dropped {:,} repeated with another answer"),
+            (self._repeated, "dropped {:,} repeated"),
+            (len(self._disputed), "dropped {:,} with contradicting answers"),
             (total - self._with_prefix, "{:,} without the text of wording.remove_prefix"),
             (total - self._with_suffix, "{:,} without the text of wording.remove_suffix"),
         ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -21,7 +20,7 @@ class Columns:
 
     Attributes:
         prompt: Column of the problem: text, or chat messages (a list of {role, content}, or JSON text of one).
-        answer: Column of the gold answer: text or a number. A whole float loses its ".0".
+        answer: Column of the gold answer: text or a number, which is written without exponent and trailing zeros.
         source: Column that names the data set or benchmark of a row; "" gives every row the source's `name`.
         solution: Column of a worked solution for the supervised warm start; "" for none.
         answer_after: Marker behind whose last occurrence the gold answer stands, such as "####" in GSM8K's worked
@@ -174,12 +173,11 @@ def _parsed(text: str) -> Any:
 
 def _answer(value: Any, columns: Columns, found: list[str]) -> str:
     where = f"the answer (column {columns.answer!r}, columns.answer)"
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, (str, int, float, Decimal, type(None))):
-        found.append(f"{where} is {_shown(value)}; expected text or a number (a dotted name reaches into it)")
+    text = "" if value is None else value if isinstance(value, str) else _digits(value)
+    if text is None:
+        found.append(f"{where} is {_shown(value)}; expected text or a finite number (a dotted name reaches into it)")
         return ""
-    text = "" if value is None or (isinstance(value, float) and not math.isfinite(value)) else str(value).strip()
+    text = text.strip()
     if not text:
         found.append(f"{where} is empty; fill it in or take the row out")
         return ""
@@ -191,6 +189,17 @@ def _answer(value: Any, columns: Columns, found: list[str]) -> str:
                 f"{where} is {_shown(value)}; expected an answer behind {columns.answer_after!r} (columns.answer_after)"
             )
     return text
+
+
+def _digits(value: Any) -> str | None:
+    """A number as one writes it by hand; None for what is not a finite number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, Decimal)):
+        return None
+    number = Decimal(str(value))
+    if not number.is_finite():
+        return None
+    digits = f"{number:f}"
+    return digits.rstrip("0").rstrip(".") if "." in digits else digits
 
 
 def _optional_text(row: Mapping[str, Any], name: str) -> str:

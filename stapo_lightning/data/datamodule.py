@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
@@ -17,14 +18,24 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from stapo_lightning.batch import Completions, EvalBatch, EvalSamples, Prompt, PromptBatch, RolloutBatch
+from stapo_lightning.batch import (
+    Completions,
+    EvalBatch,
+    EvalCompletion,
+    EvalSamples,
+    Prompt,
+    PromptBatch,
+    RolloutBatch,
+)
+from stapo_lightning.data.completion_store import CompletionStore, described
 from stapo_lightning.data.gold_check import gold_problems
 from stapo_lightning.data.prompts import PromptLoader, PromptSource, PromptStream, TokenizedPrompts, collate
 from stapo_lightning.data.rendering import tokenize
 from stapo_lightning.errors import ConfigError, RewardError, bounded
+from stapo_lightning.evaluation import Evaluation
 from stapo_lightning.objective.advantages import AdvantageEstimator, GroupNormalized
 from stapo_lightning.randomness import hash_keys
-from stapo_lightning.rewards import Completion, Reward, RewardWorkers, ScoredRows, score_completions
+from stapo_lightning.rewards import Completion, ModelVerifier, Reward, RewardWorkers, ScoredRows, score_completions
 from stapo_lightning.rollout import HFEngine, RolloutEngine, Sampling, Vocabulary
 
 
@@ -33,8 +44,8 @@ class Decoding:
     """One way of sampling held-out prompts.
 
     Attributes:
-        name: The middle of its tags, such as val/<name>/avg@8.
-        samples: Completions of each prompt (k of avg@k).
+        name: The last but one part of its tags, such as val/<benchmark>/<name>/avg@8.
+        samples: k, completions of each prompt whose benchmark does not say how many.
         sampling: Temperature, top-p, top-k, length limit.
 
     """
@@ -68,7 +79,13 @@ class RolloutDataModule(L.LightningDataModule):
         decodings: How held-out prompts are sampled in validate and test; default: greedy, and 4 samples at
             temperature 1.
         predict_decoding: How `stapo predict` samples.
-        eval_prompts_per_batch: Held-out prompts sampled at a time on each rank.
+        eval_completions_per_batch: Completions of held-out prompts sampled at a time on each rank; those of one prompt
+            are never parted.
+        test_folder: Where `stapo test` keeps every completion with its extracted answer and verdict as JSON Lines, a
+            folder for each policy; null puts them into the run's folder. A test that was killed goes on from there:
+            problems that are finished, for the same weights, prompts, sampling and reward, are not sampled again.
+        recheck: A language model that looks again at what the reward rejected in `stapo test`, such as
+            CompassVerifier-3B; null for none.
         reward_workers: Processes on each rank that run the reward, one completion at a time, at least 0. 0 calls it
             with all completions at once in the training process, where nothing can stop one that hangs or crashes.
         reward_timeout_s: Longest wall time of one completion's reward in seconds, above 0; a row over it is counted in
@@ -95,7 +112,9 @@ class RolloutDataModule(L.LightningDataModule):
         long_prompts: Literal["drop", "error"] = "drop",
         decodings: list[Decoding] | None = None,
         predict_decoding: Decoding | None = None,
-        eval_prompts_per_batch: int = 64,
+        eval_completions_per_batch: int = 256,
+        test_folder: str | None = None,
+        recheck: ModelVerifier | None = None,
         reward_workers: int = 2,
         reward_timeout_s: float = 10.0,
         gold_check: int = 64,
@@ -117,10 +136,13 @@ class RolloutDataModule(L.LightningDataModule):
             Decoding("sampled", 4, Sampling(temperature=1.0, max_new_tokens=limit)),
         ]
         self.predict_decoding = predict_decoding or Decoding("predict", 1, Sampling(max_new_tokens=limit))
-        self.eval_prompts_per_batch = eval_prompts_per_batch
+        self.eval_completions_per_batch = eval_completions_per_batch
+        self.test_folder = test_folder
+        self.recheck = recheck
         self.reward_workers = reward_workers
         self.reward_timeout_s = reward_timeout_s
         self._workers: RewardWorkers | None = None
+        self._store: CompletionStore | None = None
         self.gold_check = gold_check
         self.gold_check_share = gold_check_share
         self.prompts_seen = 0
@@ -136,46 +158,68 @@ class RolloutDataModule(L.LightningDataModule):
         """
         stage = str(TrainerFn(stage).value)  # Lightning passes an enum member, which formats as TrainerFn.FITTING
         self._setup_problems = []
-        try:
+        if self.sources[stage] is None:
+            self._setup_problems.append(f"data.{_option(stage)} is not set: `stapo {stage}` has no prompts")
+        names = ("fit", "validate") if stage == "fit" else (stage,)
+        sources = {name: source for name in names if (source := self.sources[name]) is not None}
+        # All files are read before the tokenizer: where that is missing too, their problems stand in the same error.
+        read: dict[str, Sequence[Prompt]] = {}
+        for name, source in sources.items():
+            with self._noting(f"data.{_option(name)}: "):
+                read[name] = source.load()
+        with self._noting():
             tokenizer = self._tokenizer
-        except ConfigError as error:  # no reason to leave the files unread: their problems belong into the same error
-            tokenizer, self._setup_problems = None, list(error.problems)
-        for name in ("fit", "validate") if stage == "fit" else (stage,):
-            source = self.sources[name]
-            if source is None:
-                if name == stage:
-                    self._setup_problems.append(f"data.{_option(name)} is not set: `stapo {stage}` has no prompts")
-                continue
-            option = f"data.{_option(name)}"
-            try:
-                loaded = source.load()
-                prompts, remarks = self._within_limit(tokenize(loaded, tokenizer)) if tokenizer else (None, [])
-            except ConfigError as error:
-                self._setup_problems += [f"{option}: {problem}" for problem in error.problems]
-                continue
-            if prompts is None:
-                continue
-            self.loaded[name] = prompts
-            _print_counts(option, len(prompts), [*source.remarks, *remarks])
+            for name, prompts in read.items():
+                with self._noting(f"data.{_option(name)}: "):
+                    kept, dropped = self._within_limit(tokenize(prompts, tokenizer))
+                    self.loaded[name] = kept if name == "fit" else kept.by_source()
+                    _print_counts(f"data.{_option(name)}", len(kept), [*sources[name].remarks, *dropped])
         if self.reward_workers > 0:
             try:
                 # Starts no process yet.
                 self._workers = RewardWorkers(self.reward, self.reward_workers, self.reward_timeout_s)
             except RewardError as error:
                 self._setup_problems.append(f"data.reward: {error}")
+        self._store = self._open_store() if stage == "test" and not self._setup_problems else None
         if stage == "fit" and not self._setup_problems and not self._worker_problems():
-            for name, prompts in self.loaded.items():
+            for name in read:
                 self._setup_problems += gold_problems(
                     f"data.{_option(name)}",
-                    prompts.prompts,
+                    self.loaded[name].prompts,
                     self.reward,
                     self._score_rows,
                     self.gold_check,
                     self.gold_check_share,
                 )
 
+    def _open_store(self) -> CompletionStore:
+        run = self._trainer.log_dir or self._trainer.default_root_dir
+        root = Path(self.test_folder) if self.test_folder else Path(run) / "test"
+        terms = described([self.seed, self.reward, self.recheck])
+        return CompletionStore(root, self._module.weights_identity(), terms, self._trainer.global_rank)
+
+    @property
+    def results_folder(self) -> Path | None:
+        """Where `stapo test` keeps the completions, and its report the results; None in other stages."""
+        return self._store.folder if self._store else None
+
+    @contextmanager
+    def _noting(self, prefix: str = "") -> Iterator[None]:
+        """Keeps the problems of a ConfigError for `problems`, each behind `prefix`."""
+        try:
+            yield
+        except ConfigError as error:
+            self._setup_problems += [f"{prefix}{problem}" for problem in error.problems]
+
     def teardown(self, stage: str) -> None:
         """Ends the processes of the reward."""
+        self._end_workers()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Ends them too where a run stops with an error, which Lightning does not tear down; also one of `setup`."""
+        self._end_workers()
+
+    def _end_workers(self) -> None:
         if self._workers is not None:
             self._workers.close()
             self._workers = None
@@ -215,11 +259,12 @@ class RolloutDataModule(L.LightningDataModule):
                 f"data.prompts_per_batch={self.prompts_per_batch}: must be a positive multiple of {world_size} (ranks)"
             )
         found += bounded("data.max_prompt_tokens", self.max_prompt_tokens, at_least=1)
-        found += bounded("data.eval_prompts_per_batch", self.eval_prompts_per_batch, at_least=1)
+        found += bounded("data.eval_completions_per_batch", self.eval_completions_per_batch, at_least=1)
         found += self._worker_problems()
         found += bounded("data.gold_check", self.gold_check, at_least=0)
         found += bounded("data.gold_check_share", self.gold_check_share, at_least=0, at_most=1)
         found += self.engine.problems()
+        found += self.recheck.problems() if self.recheck is not None else []
         found += self.sampling.problems("data.sampling")
         if self.sampling.temperature == 0:
             found.append("data.sampling.temperature=0: greedy completions of one prompt are all equal; set it above 0")
@@ -235,7 +280,18 @@ class RolloutDataModule(L.LightningDataModule):
         for decoding in (*self.decodings, self.predict_decoding):
             found += decoding.sampling.problems(f"data.decodings {decoding.name!r}: sampling")
             found += bounded(f"data.decodings {decoding.name!r}: samples", decoding.samples, at_least=1)
+            if not decoding.name or "/" in decoding.name:
+                found.append(f"data.decodings: name={decoding.name!r} must be a word without /, it is part of a tag")
         return found
+
+    def samplings(self, stage: str) -> list[tuple[str, Sampling]]:
+        """Option and value of each kind of sampling that `stage` does, one for each length limit."""
+        decodings = [self.predict_decoding] if stage == "predict" else self.decodings
+        found = [(f"data.decodings {decoding.name!r}: sampling", decoding.sampling) for decoding in decodings]
+        if stage == "fit":
+            found = [("data.sampling", self.sampling), *(found if self.sources["validate"] else [])]
+        by_limit = {sampling.max_new_tokens: (option, sampling) for option, sampling in reversed(found)}
+        return list(by_limit.values())
 
     def _worker_problems(self) -> list[str]:
         found = bounded("data.reward_workers", self.reward_workers, at_least=0)
@@ -294,10 +350,38 @@ class RolloutDataModule(L.LightningDataModule):
         return self._eval_loader("predict")
 
     def _eval_loader(self, name: str) -> DataLoader[Any]:
-        prompts = self.loaded[name]
-        mine = range(self._trainer.global_rank, len(prompts), self._trainer.world_size)
-        rows = [prompts[number, number] for number in mine]
-        return DataLoader(rows, batch_size=self.eval_prompts_per_batch, collate_fn=collate)  # type: ignore[arg-type]
+        decodings = [self.predict_decoding] if name == "predict" else self.decodings
+        batches: list[list[Any]] = []
+        for places in self._benchmarks(name).values():
+            mine = places[self._trainer.global_rank :: self._trainer.world_size]
+            samples = max(self._samples(name, places, decoding) for decoding in decodings)
+            size = max(1, self.eval_completions_per_batch // samples)
+            rows = [self.loaded[name][place, place - places[0]] for place in mine]
+            batches += [rows[i : i + size] for i in range(0, len(rows), size)]
+        return DataLoader(batches, batch_size=None, collate_fn=collate)  # type: ignore[arg-type]
+
+    def evaluations(self, stage: str) -> list[Evaluation]:
+        """What "validate" or "test" evaluates, a benchmark after the other and each under every decoding."""
+        return [
+            Evaluation(
+                benchmark,
+                decoding.name,
+                len(places),
+                self._samples(stage, places, decoding),
+                rechecked=self.recheck is not None and stage == "test",
+            )
+            for benchmark, places in self._benchmarks(stage).items()
+            for decoding in self.decodings
+        ]
+
+    def _benchmarks(self, name: str) -> dict[str, range]:
+        """Benchmark -> the places of its prompts, which stand together."""
+        prompts = self.loaded[name].prompts
+        starts = [i for i in range(len(prompts)) if i == 0 or prompts[i].source != prompts[i - 1].source]
+        return {prompts[a].source: range(a, b) for a, b in zip(starts, [*starts[1:], len(prompts)], strict=True)}
+
+    def _samples(self, name: str, places: range, decoding: Decoding) -> int:
+        return self.loaded[name].prompts[places[0]].samples or decoding.samples
 
     def state_dict(self) -> dict[str, Any]:
         """Where the prompt stream stands: all that a resume needs."""
@@ -322,10 +406,9 @@ class RolloutDataModule(L.LightningDataModule):
         started = time.perf_counter()
         uids = _repeat(batch.uids, self.group_size)
         completions = self._generate(batch, uids, self.sampling, "train")
-        texts = self._decode(completions)
-        prompts = [prompt for prompt in batch.prompts for _ in range(self.group_size)]
+        rows = self._completions([prompt for prompt in batch.prompts for _ in range(self.group_size)], completions)
         sampled = time.perf_counter()
-        scored = self._score(prompts, texts, completions)
+        scored = self._score_rows(rows)
         rewards = torch.tensor(scored.values, dtype=torch.float32, device=batch.ids.device)
         group_ids = batch.uids.repeat_interleave(self.group_size)
         advantages = self.advantage(rewards, group_ids)
@@ -346,8 +429,8 @@ class RolloutDataModule(L.LightningDataModule):
             uids=uids,
             temperature=self.sampling.temperature,
             group_size=self.group_size,
-            prompts=prompts,
-            texts=texts,
+            prompts=[row.prompt for row in rows],
+            texts=[row.text for row in rows],
             reward_errors=scored.errors,
             reward_timeouts=scored.timeouts,
             rollout_seconds=sampled - started,
@@ -355,18 +438,36 @@ class RolloutDataModule(L.LightningDataModule):
         )
 
     def _evaluate(self, batch: PromptBatch, decoding: Decoding) -> EvalSamples:
-        completions = self._generate(batch, _repeat(batch.uids, decoding.samples), decoding.sampling, decoding.name)
-        texts = self._decode(completions)
-        prompts = [prompt for prompt in batch.prompts for _ in range(decoding.samples)]
-        scored = self._score(prompts, texts, completions)
-        k = decoding.samples
-        return EvalSamples(
-            decoding=decoding.name,
-            correct=torch.tensor([v > 0.5 and not math.isnan(v) for v in scored.values]).view(-1, k),
-            texts=[texts[i : i + k] for i in range(0, len(texts), k)],
-            truncated=completions.truncated.cpu().view(-1, k),
-            lengths=completions.lengths.cpu().view(-1, k),
-        )
+        k = batch.prompts[0].samples or decoding.samples
+        if self._store is None:
+            return EvalSamples(decoding.name, self._sample(batch, decoding, k))
+        keys = [self._store.key(prompt, decoding, k) for prompt in batch.prompts]
+        found = {row: done for row, key in enumerate(keys) if (done := self._store.find(key, k)) is not None}
+        missing = [row for row in range(len(batch)) if row not in found]
+        if missing:
+            for row, completions in zip(missing, self._sample(batch.rows(missing), decoding, k), strict=True):
+                found[row] = completions
+                self._store.add(keys[row], decoding.name, int(batch.uids[row]), batch.prompts[row], completions)
+        return EvalSamples(decoding.name, [found[row] for row in range(len(batch))])
+
+    def _sample(self, batch: PromptBatch, decoding: Decoding, k: int) -> list[list[EvalCompletion]]:
+        """K scored completions of each prompt."""
+        # The random numbers of a completion depend on its benchmark, and on no other that is evaluated beside it.
+        purpose = f"{batch.prompts[0].source}/{decoding.name}"
+        sampled = self._generate(batch, _repeat(batch.uids, k), decoding.sampling, purpose)
+        rows = self._completions([prompt for prompt in batch.prompts for _ in range(k)], sampled)
+        by_rule = [value > 0.5 for value in self._score_rows(rows).values]  # nan is not
+        correct = list(by_rule)
+        if self.recheck is not None and self._trainer.testing:
+            rejected = [i for i, verdict in enumerate(by_rule) if not verdict]
+            second = self.recheck([rows[i] for i in rejected], self._module.device)
+            for i, verdict in zip(rejected, second, strict=True):
+                correct[i] = verdict
+        scored = [
+            EvalCompletion(row.text, self.reward.answer(row), verdict, rule, row.num_tokens, row.truncated)
+            for row, verdict, rule in zip(rows, correct, by_rule, strict=True)
+        ]
+        return [scored[i : i + k] for i in range(0, len(scored), k)]
 
     def _generate(self, batch: PromptBatch, uids: Tensor, sampling: Sampling, purpose: str) -> Completions:
         streams = hash_keys(self.seed, torch.full_like(uids, zlib.crc32(purpose.encode())), uids)
@@ -379,9 +480,10 @@ class RolloutDataModule(L.LightningDataModule):
         emitted = [row[:length] for row, length in zip(rows, completions.lengths.tolist(), strict=True)]
         return self._tokenizer.batch_decode(emitted, skip_special_tokens=True)
 
-    def _score(self, prompts: Sequence[Prompt], texts: Sequence[str], completions: Completions) -> ScoredRows:
-        lengths, truncated = completions.lengths.tolist(), completions.truncated.tolist()
-        return self._score_rows([Completion(*row) for row in zip(prompts, texts, lengths, truncated, strict=True)])
+    def _completions(self, prompts: Sequence[Prompt], sampled: Completions) -> list[Completion]:
+        lengths, truncated = sampled.lengths.tolist(), sampled.truncated.tolist()
+        texts = self._decode(sampled)
+        return [Completion(*row) for row in zip(prompts, texts, lengths, truncated, strict=True)]
 
     def _score_rows(self, rows: Sequence[Completion]) -> ScoredRows:
         return score_completions(self.reward, rows) if self._workers is None else self._workers.score(rows)

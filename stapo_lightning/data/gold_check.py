@@ -45,14 +45,14 @@ def gold_problems(
     try:
         values = score(golds).values
     except RewardError as error:
-        return [f"{option}: the gold answers could not be scored: {error}; {ways_out}"]
+        return [f"{option}: the gold answers could not be scored; {ways_out}. {error}"]
     wrong = [(gold, value) for gold, value in zip(golds, values, strict=True) if not value > 0.5]
-    share = 1 - len(wrong) / len(golds)
-    if share >= min_share:
+    correct = len(golds) - len(wrong)
+    if correct >= min_share * len(golds):
         return []
     examples = "; ".join(_example(gold, value) for gold, value in wrong[:_EXAMPLES])
     return [
-        f"{option}: {reward_name(reward)} finds only {share:.0%} of {len(golds)} sampled gold answers correct (at least"
+        f"{option}: {reward_name(reward)} finds only {correct} of {len(golds)} sampled gold answers correct (at least"
         f" data.gold_check_share={min_share} must be), so right completions would go unrewarded. {examples}; {ways_out}"
     ]
 

@@ -21,6 +21,9 @@ _BATCH = 10_000
 class HFPrompts(PromptSource):
     """Problems from a data set of the Hugging Face hub or from a folder. Rows are numbered from 1.
 
+    Every rank reads all rows and keeps the distinct problems: about half a minute for the 1.8 million rows of
+    DAPO-Math-17k, where each problem is repeated a hundred times.
+
     Args:
         dataset: Hub id such as openai/gsm8k, or a folder: one with data files, or one that save_to_disk wrote.
         split: Split to read, such as train or test; "train[:1000]" takes a part.
@@ -28,8 +31,8 @@ class HFPrompts(PromptSource):
         columns: Where a row holds what.
         wording: The words around each problem, and whether the policy's chat template is applied.
         name: Source of the rows that name none: evaluation reports one line a source.
-        conflicts: A row that asks the same as an earlier one with another answer: "error", or "first" keeps the
-            earlier. Rows that repeat the answer as well are dropped with a count.
+        conflicts: Rows that ask the same with different answers: "error", or "drop" leaves such problems out with a
+            count, as none of the answers can be trusted. Rows that repeat the answer as well are dropped with a count.
         revision: Commit, tag or branch of a hub data set; "" for the newest.
 
     """

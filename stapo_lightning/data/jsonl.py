@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -23,8 +24,8 @@ class JsonlPrompts(PromptSource):
         columns: Where a line holds what.
         wording: The words around each problem, and whether the policy's chat template is applied.
         name: Source of the rows that name none: evaluation reports one line a source.
-        conflicts: A row that asks the same as an earlier one with another answer: "error", or "first" keeps the
-            earlier. Rows that repeat the answer as well are dropped with a count.
+        conflicts: Rows that ask the same with different answers: "error", or "drop" leaves such problems out with a
+            count, as none of the answers can be trusted. Rows that repeat the answer as well are dropped with a count.
 
     """
 
@@ -48,26 +49,39 @@ class JsonlPrompts(PromptSource):
         if problems:
             raise ConfigError(problems)
         for path in paths:
-            for number, line in _lines(path):
-                try:
-                    row: Any = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-                except (ValueError, RecursionError) as error:
-                    problem = f"not one JSON object ({_reason(error)}): {line[:60]!r}; mend the line"
-                    collector.complain(path, problem, number)
-                else:
-                    collector.add(path, number, row)
+            try:
+                for number, line in _lines(path):
+                    _add(collector, path, number, line)
+            except OSError as error:
+                collector.complain(path, f"cannot be read ({error.strerror}); correct path or permissions")
         prompts, self.remarks = collector.finish()
         return prompts
 
 
 def _lines(path: str) -> Iterator[tuple[int, bytes]]:
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            if stripped := text.strip():
+                yield number, stripped
+
+
+def _add(collector: PromptCollector, path: str, number: int, line: bytes) -> None:
     try:
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                if stripped := line.strip():
-                    yield number, stripped
-    except OSError as error:
-        raise ConfigError([f"{path}: cannot be read ({error.strerror}); correct path or permissions"]) from error
+        row = _parsed(line)
+    except (ValueError, RecursionError) as error:
+        shown = line.decode(errors="replace")[:60]
+        collector.complain(path, f"not one JSON object ({_reason(error)}): {shown!r}; mend the line", number)
+    else:
+        collector.add(path, number, row)
+
+
+def _parsed(line: bytes) -> Any:
+    text = line.decode()
+    row = json.loads(text)
+    if "\\ud" in text.lower():  # half of a surrogate pair: JSON may hold one, no tokenizer takes it
+        json.dumps(row, ensure_ascii=False).encode()
+    return row
 
 
 def _reason(error: Exception) -> str:

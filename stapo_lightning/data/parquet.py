@@ -20,6 +20,9 @@ _BATCH = 10_000
 class ParquetPrompts(PromptSource):
     """Problems from Parquet files. Rows are numbered from 1; only the named columns are read.
 
+    Every rank reads all rows and keeps the distinct problems: about half a minute for the 1.8 million rows of
+    DAPO-Math-17k, where each problem is repeated a hundred times.
+
     Args:
         path: A file, relative to the working directory, or a pattern such as data/*.parquet, read in alphabetical
             order.
@@ -27,8 +30,8 @@ class ParquetPrompts(PromptSource):
             reward_model.ground_truth, source: data_source.
         wording: The words around each problem, and whether the policy's chat template is applied.
         name: Source of the rows that name none: evaluation reports one line a source.
-        conflicts: A row that asks the same as an earlier one with another answer: "error", or "first" keeps the
-            earlier. Rows that repeat the answer as well are dropped with a count.
+        conflicts: Rows that ask the same with different answers: "error", or "drop" leaves such problems out with a
+            count, as none of the answers can be trusted. Rows that repeat the answer as well are dropped with a count.
 
     """
 
@@ -73,4 +76,5 @@ class ParquetPrompts(PromptSource):
                         number += 1
                         collector.add(path, number, row)
         except (arrow.ArrowException, OSError) as error:
-            collector.complain(path, f"no readable Parquet file ({str(error).splitlines()[0]}); expected one")
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            collector.complain(path, f"no readable Parquet file ({reason}); expected one")

@@ -113,6 +113,14 @@ class TokenizedPrompts:
         """Number of prompts."""
         return len(self.prompts)
 
+    def by_source(self) -> TokenizedPrompts:
+        """The same prompts with those of one source side by side, sources in the order of their first prompt."""
+        first: dict[str, int] = {}
+        for prompt in self.prompts:
+            first.setdefault(prompt.source, len(first))
+        order = sorted(range(len(self)), key=lambda i: first[self.prompts[i].source])  # stable within a source
+        return TokenizedPrompts([self.prompts[i] for i in order], [self.token_ids[i] for i in order])
+
 
 def collate(items: Sequence[tuple[Prompt, Sequence[int], int]]) -> PromptBatch:
     """Pads the token ids on the right with 0."""

@@ -25,7 +25,8 @@ class ReasoningGymPrompts(PromptSource):
             share problems.
         settings: Difficulty as the task's own options, "name=value" each, such as ["min_terms=2", "max_terms=3"]; the
             value is JSON or else text.
-        wording: The words around each problem, and whether the policy's chat template is applied.
+        wording: The words around each problem, and whether the policy's chat template is applied. Its remove_prefix and
+            remove_suffix must be empty.
 
     """
 
@@ -44,7 +45,7 @@ class ReasoningGymPrompts(PromptSource):
         self.wording = wording
 
     def load(self) -> Sequence[Prompt]:
-        raise_problems(bounded("size", self.size, at_least=1), self._task_problems())
+        raise_problems(bounded("size", self.size, at_least=1), self._task_problems(), self._wording_problems())
         try:
             entries = iter(create(self.task, self.settings, size=self.size, seed=self.seed))
             prompts: dict[str, Prompt] = {}
@@ -77,6 +78,13 @@ class ReasoningGymPrompts(PromptSource):
             f"settings: {setting!r} is not name=value; the options of {self.task} are {', '.join(self._options())}"
             for setting in self.settings
             if setting.partition("=")[0].strip() not in self._options() or "=" not in setting
+        ]
+
+    def _wording_problems(self) -> list[str]:
+        return [
+            f"wording.{option}={value[:60]!r}: generated problems carry no instructions to take off; leave it out"
+            for option in ("remove_prefix", "remove_suffix")
+            if (value := getattr(self.wording, option))
         ]
 
     def _options(self) -> list[str]:

@@ -6,6 +6,7 @@ from stapo_lightning.rewards.by_source import BySource, Rule
 from stapo_lightning.rewards.dapo_math import DapoMath
 from stapo_lightning.rewards.function_reward import FunctionReward
 from stapo_lightning.rewards.math_verify import MathVerify
+from stapo_lightning.rewards.model_verifier import ModelVerifier
 from stapo_lightning.rewards.overlong import Overlong
 from stapo_lightning.rewards.reasoning_gym import ReasoningGym
 from stapo_lightning.rewards.reward import Completion, Reward, ScoredRows, reward_name, score_completions
@@ -19,6 +20,7 @@ __all__ = [
     "DapoMath",
     "FunctionReward",
     "MathVerify",
+    "ModelVerifier",
     "Overlong",
     "ReasoningGym",
     "Reward",

@@ -36,7 +36,7 @@ class ReasoningGym(Reward):
 
     The final answer is the last <answer>...</answer>, in it or else in the whole completion the last \boxed{...}, and
     without either the whole completion. Many verifiers give a small score to a wrong answer in the right format.
-    Answers that a verifier would evaluate as code count as none.
+    Answers that a verifier would evaluate as code, or that it fails on, count as none.
     """
 
     def __call__(self, completions: Sequence[Completion]) -> list[float | None]:
@@ -59,7 +59,12 @@ class ReasoningGym(Reward):
         answer: str | None = final_answer(completion.text)
         if task in REFUSED or (task in _ALLOWED and not _ALLOWED[task].fullmatch(answer or "")):
             answer = None
-        return float(_verifier(task, tuple(stored["settings"]))(answer, decode(stored["entry"])))
+        verifier, entry = _verifier(task, tuple(stored["settings"])), decode(stored["entry"])
+        try:
+            return float(verifier(answer, entry))
+        except Exception:
+            # Some verifiers parse without care, so that "banana" for a number raises; one that is broken does so again.
+            return float(verifier(None, entry))
 
 
 def final_answer(text: str) -> str:

@@ -33,7 +33,12 @@ def one_run(seed: int, folder: Path) -> tuple[float, float, float, float, float,
     events.Reload()
     sampled, greedy, silenced, length = (
         [event.value for event in events.Scalars(tag)]
-        for tag in ("val/sampled/avg@4", "val/greedy/avg@1", "s2t/silenced_count", "completion/length_mean")
+        for tag in (
+            "val/arithmetic/sampled/avg@4",
+            "val/arithmetic/greedy/avg@1",
+            "s2t/silenced_count",
+            "completion/length_mean",
+        )
     )
     tokens = sum(length) * COMPLETIONS
     return sampled[0], sampled[-1], greedy[0], greedy[-1], sum(silenced) / tokens, seconds

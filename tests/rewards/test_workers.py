@@ -342,7 +342,7 @@ def test_a_row_that_hangs_counts_as_wrong_in_evaluation(tmp_path):
     data = datamodule(reward=HangsOnce(str(tmp_path / "lock")), reward_workers=1, reward_timeout_s=1.0)
     (hung,) = trainer(tmp_path, limit_val_batches=1.0).validate(module(), datamodule=data, verbose=False)
     (whole,) = trainer(tmp_path, limit_val_batches=1.0).validate(module(), datamodule=datamodule(), verbose=False)
-    assert 12 * (whole["val/greedy/avg@1"] - hung["val/greedy/avg@1"]) == pytest.approx(1)
+    assert 12 * (whole["val/arithmetic/greedy/avg@1"] - hung["val/arithmetic/greedy/avg@1"]) == pytest.approx(1)
 
 
 def test_problems_are_listed_before_anything_runs(tmp_path):
