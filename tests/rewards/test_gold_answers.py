@@ -6,7 +6,7 @@ import pytest
 
 from stapo_lightning.prompt import Prompt
 from stapo_lightning.rewards import Completion, DapoMath, MathVerify
-from stapo_lightning.rewards.normal_form import gold_of
+from stapo_lightning.rewards.normal_form import gold_of, normal_form
 from tests.rewards.gold_answers import BENCHMARKS, benchmark, gsm8k
 
 VERIFIERS = {"DapoMath": DapoMath(), "MathVerify": MathVerify()}
@@ -95,3 +95,9 @@ def test_answers_of_one_spelling_have_one_value(name):
     for gold in benchmark(name):
         spelled.setdefault(gold_of(gold).value, set()).add(gold)
     assert [golds for golds in spelled.values() if len(golds) > 1] == SAME_VALUE.get(name, [])
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_spelling_is_spelled_like_itself(name):
+    values = [gold_of(gold).value for gold in benchmark(name)]
+    assert [normal_form(value).value for value in values] == values
