@@ -10,7 +10,7 @@ from typing import Any
 
 from stapo_lightning.optional import optional
 from stapo_lightning.prompt import Prompt
-from stapo_lightning.rewards.boxed import last_boxed
+from stapo_lightning.rewards.answers import last_boxed
 from stapo_lightning.rewards.reward import Completion, Reward
 
 # Nothing a model writes may be evaluated as code. These verifiers call eval or sympy.parse_expr on the answer; they are
@@ -45,6 +45,10 @@ class ReasoningGym(Reward):
     def gold(self, prompt: Prompt) -> str:
         """The answer in tags, as it may hold braces; "" for the tasks that have many right answers and name none."""
         return f"{_OPEN}{prompt.answer}{_CLOSE}" if prompt.answer else ""
+
+    def answer(self, completion: Completion) -> str | None:
+        """The final answer as the task's verifier gets it; None where the completion is empty."""
+        return final_answer(completion.text) or None
 
     @staticmethod
     def _score(completion: Completion) -> float:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from stapo_lightning.errors import RewardError
 from stapo_lightning.prompt import Prompt
+from stapo_lightning.rewards.answers import last_boxed
 
 _log = logging.getLogger(__name__)
 
@@ -47,9 +48,14 @@ class Reward(ABC):
         return prompt.answer if "\\boxed{" in prompt.answer else f"\\boxed{{{prompt.answer}}}"
 
     def answer(self, completion: Completion) -> str | None:
-        from stapo_lightning.rewards.boxed import last_boxed
+        r"""The final answer that a completion gives, None where there is none. The default is the last \boxed{...}.
 
-        return last_boxed(completion.text)
+        Evaluation writes it down and counts votes with it: answers that are equal by the rules of this reward should be
+        equal strings, as far as rules for strings can see. It runs in the training process, where nothing stops it:
+        no computer algebra, and time linear in the text.
+        """
+        found = last_boxed(completion.text)
+        return None if found is None else found.strip()
 
 
 @dataclass
