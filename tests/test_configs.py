@@ -25,6 +25,7 @@ def test_every_config_is_covered():
         *STANDALONE,
         "benchmarks",
         "debug",
+        "laptop",
         *(f"methods/{method}" for method in METHODS),
         *(f"data/{data}" for data in DATA),
     }
@@ -76,9 +77,9 @@ def _train_prompts(*overlays):
 
 # (source, reward) of each overlay.
 DATA_EXPECTED = {
-    "dapo_math_17k": ("HFPrompts", "BoxedMatch"),
-    "gsm8k": ("HFPrompts", "BoxedMatch"),
-    "gsm8k_jsonl": ("JsonlPrompts", "BoxedMatch"),
+    "dapo_math_17k": ("HFPrompts", "DapoMath"),
+    "gsm8k": ("HFPrompts", "DapoMath"),
+    "gsm8k_jsonl": ("JsonlPrompts", "DapoMath"),
     "reasoning_gym": ("ReasoningGymPrompts", "ReasoningGym"),
 }
 

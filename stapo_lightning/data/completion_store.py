@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import types
 from collections.abc import Sequence
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
@@ -104,6 +105,8 @@ def described(value: Any) -> str:
         return f"[{', '.join(map(described, value))}]"
     if isinstance(value, dict):
         return f"{{{', '.join(f'{described(k)}: {described(v)}' for k, v in value.items())}}}"
+    if isinstance(value, types.FunctionType):
+        return f"{value.__module__}.{value.__qualname__}"
     names = [f.name for f in fields(value)] if is_dataclass(value) else sorted(getattr(value, "__dict__", {}))
     inside = ", ".join(f"{name}={described(getattr(value, name))}" for name in names if not name.startswith("_"))
     return f"{type(value).__module__}.{type(value).__qualname__}({inside})"

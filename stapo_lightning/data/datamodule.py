@@ -62,8 +62,7 @@ class RolloutDataModule(L.LightningDataModule):
     strictly on-policy, and a batch boundary is always a rollout boundary.
 
     Args:
-        reward: Scores completions. In evaluation a completion counts as correct where the reward is above 0.5. A row
-            whose reward fails or takes too long is left out of its group, and is wrong in evaluation.
+        reward: Scores completions. A row whose reward fails or takes too long is left out of its group.
         train_prompts: Problems to train on.
         val_prompts: Held-out problems, disjoint from those trained on; None for no validation.
         test_prompts: Problems of `stapo test`.
@@ -81,6 +80,8 @@ class RolloutDataModule(L.LightningDataModule):
         predict_decoding: How `stapo predict` samples.
         eval_completions_per_batch: Completions of held-out prompts sampled at a time on each rank; those of one prompt
             are never parted.
+        eval_reward: Judges held-out completions: correct above 0.5, wrong where it fails or takes too long. Null takes
+            `reward`; name the verifier here where that adds shaping to it, such as a length penalty.
         test_folder: Where `stapo test` keeps every completion with its extracted answer and verdict as JSON Lines, a
             folder for each policy; null puts them into the run's folder. A test that was killed goes on from there:
             problems that are finished, for the same weights, prompts, sampling and reward, are not sampled again.
@@ -113,6 +114,7 @@ class RolloutDataModule(L.LightningDataModule):
         decodings: list[Decoding] | None = None,
         predict_decoding: Decoding | None = None,
         eval_completions_per_batch: int = 256,
+        eval_reward: Reward | None = None,
         test_folder: str | None = None,
         recheck: ModelVerifier | None = None,
         reward_workers: int = 2,
@@ -122,6 +124,7 @@ class RolloutDataModule(L.LightningDataModule):
     ) -> None:
         super().__init__()
         self.reward = reward
+        self.eval_reward = eval_reward or reward
         self.sources = {"fit": train_prompts, "validate": val_prompts, "test": test_prompts, "predict": predict_prompts}
         self.sampling = sampling
         self.engine = engine or HFEngine()
@@ -141,7 +144,7 @@ class RolloutDataModule(L.LightningDataModule):
         self.recheck = recheck
         self.reward_workers = reward_workers
         self.reward_timeout_s = reward_timeout_s
-        self._workers: RewardWorkers | None = None
+        self._workers: dict[int, RewardWorkers] = {}  # by the id of the reward that they run
         self._store: CompletionStore | None = None
         self.gold_check = gold_check
         self.gold_check_share = gold_check_share
@@ -175,27 +178,33 @@ class RolloutDataModule(L.LightningDataModule):
                     self.loaded[name] = kept if name == "fit" else kept.by_source()
                     _print_counts(f"data.{_option(name)}", len(kept), [*sources[name].remarks, *dropped])
         if self.reward_workers > 0:
-            try:
-                # Starts no process yet.
-                self._workers = RewardWorkers(self.reward, self.reward_workers, self.reward_timeout_s)
-            except RewardError as error:
-                self._setup_problems.append(f"data.reward: {error}")
+            self._add_workers("data.reward", self.reward)
+            self._add_workers("data.eval_reward", self.eval_reward)
         self._store = self._open_store() if stage == "test" and not self._setup_problems else None
         if stage == "fit" and not self._setup_problems and not self._worker_problems():
             for name in read:
                 self._setup_problems += gold_problems(
                     f"data.{_option(name)}",
                     self.loaded[name].prompts,
-                    self.reward,
+                    self.reward if name == "fit" else self.eval_reward,
                     self._score_rows,
                     self.gold_check,
                     self.gold_check_share,
                 )
 
+    def _add_workers(self, option: str, reward: Reward) -> None:
+        if id(reward) in self._workers:
+            return
+        try:
+            # Starts no process yet.
+            self._workers[id(reward)] = RewardWorkers(reward, self.reward_workers, self.reward_timeout_s)
+        except RewardError as error:
+            self._setup_problems.append(f"{option}: {error}")
+
     def _open_store(self) -> CompletionStore:
         run = self._trainer.log_dir or self._trainer.default_root_dir
         root = Path(self.test_folder) if self.test_folder else Path(run) / "test"
-        terms = described([self.seed, self.reward, self.recheck])
+        terms = described([self.seed, self.eval_reward, self.recheck])
         return CompletionStore(root, self._module.weights_identity(), terms, self._trainer.global_rank)
 
     @property
@@ -220,9 +229,8 @@ class RolloutDataModule(L.LightningDataModule):
         self._end_workers()
 
     def _end_workers(self) -> None:
-        if self._workers is not None:
-            self._workers.close()
-            self._workers = None
+        while self._workers:
+            self._workers.popitem()[1].close()
 
     def _within_limit(self, prompts: TokenizedPrompts) -> tuple[TokenizedPrompts, list[str]]:
         """The prompts of at most max_prompt_tokens, and a remark where others were dropped."""
@@ -408,7 +416,7 @@ class RolloutDataModule(L.LightningDataModule):
         completions = self._generate(batch, uids, self.sampling, "train")
         rows = self._completions([prompt for prompt in batch.prompts for _ in range(self.group_size)], completions)
         sampled = time.perf_counter()
-        scored = self._score_rows(rows)
+        scored = self._score_rows(self.reward, rows)
         rewards = torch.tensor(scored.values, dtype=torch.float32, device=batch.ids.device)
         group_ids = batch.uids.repeat_interleave(self.group_size)
         advantages = self.advantage(rewards, group_ids)
@@ -456,7 +464,7 @@ class RolloutDataModule(L.LightningDataModule):
         purpose = f"{batch.prompts[0].source}/{decoding.name}"
         sampled = self._generate(batch, _repeat(batch.uids, k), decoding.sampling, purpose)
         rows = self._completions([prompt for prompt in batch.prompts for _ in range(k)], sampled)
-        by_rule = [value > 0.5 for value in self._score_rows(rows).values]  # nan is not
+        by_rule = [value > 0.5 for value in self._score_rows(self.eval_reward, rows).values]  # nan is not
         correct = list(by_rule)
         if self.recheck is not None and self._trainer.testing:
             rejected = [i for i, verdict in enumerate(by_rule) if not verdict]
@@ -464,7 +472,7 @@ class RolloutDataModule(L.LightningDataModule):
             for i, verdict in zip(rejected, second, strict=True):
                 correct[i] = verdict
         scored = [
-            EvalCompletion(row.text, self.reward.answer(row), verdict, rule, row.num_tokens, row.truncated)
+            EvalCompletion(row.text, self.eval_reward.answer(row), verdict, rule, row.num_tokens, row.truncated)
             for row, verdict, rule in zip(rows, correct, by_rule, strict=True)
         ]
         return [scored[i : i + k] for i in range(0, len(scored), k)]
@@ -485,8 +493,9 @@ class RolloutDataModule(L.LightningDataModule):
         texts = self._decode(sampled)
         return [Completion(*row) for row in zip(prompts, texts, lengths, truncated, strict=True)]
 
-    def _score_rows(self, rows: Sequence[Completion]) -> ScoredRows:
-        return score_completions(self.reward, rows) if self._workers is None else self._workers.score(rows)
+    def _score_rows(self, reward: Reward, rows: Sequence[Completion]) -> ScoredRows:
+        workers = self._workers.get(id(reward))
+        return score_completions(reward, rows) if workers is None else workers.score(rows)
 
 
 @rank_zero_only

@@ -18,7 +18,7 @@ def gold_problems(
     option: str,
     prompts: Sequence[Prompt],
     reward: Reward,
-    score: Callable[[Sequence[Completion]], ScoredRows],
+    score: Callable[[Reward, Sequence[Completion]], ScoredRows],
     sample_size: int,
     min_share: float,
 ) -> list[str]:
@@ -28,7 +28,7 @@ def gold_problems(
         option: Where the prompts come from, such as data.train_prompts.
         prompts: The problems; the sample is the same for the same number of them.
         reward: Says in `gold` what a right completion of a prompt looks like; prompts where that is "" are left out.
-        score: Scores completions as training does, with `reward`; above 0.5 is correct.
+        score: Scores completions with a reward, as the run does; above 0.5 is correct.
         sample_size: Prompts to score; 0 or less scores none.
         min_share: Share, in [0, 1], that must be correct.
 
@@ -43,7 +43,7 @@ def gold_problems(
         " out with data.gold_check: 0"
     )
     try:
-        values = score(golds).values
+        values = score(reward, golds).values
     except RewardError as error:
         return [f"{option}: the gold answers could not be scored; {ways_out}. {error}"]
     wrong = [(gold, value) for gold, value in zip(golds, values, strict=True) if not value > 0.5]

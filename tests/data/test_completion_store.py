@@ -9,7 +9,7 @@ import pytest
 from stapo_lightning.batch import EvalCompletion, Prompt
 from stapo_lightning.data import Decoding
 from stapo_lightning.data.completion_store import CompletionStore, described
-from stapo_lightning.rewards import BoxedMatch
+from stapo_lightning.rewards import BoxedMatch, FunctionReward
 from stapo_lightning.rollout import Sampling
 
 PROMPT = Prompt(text="1 + 1 =", answer="2", source="sums")
@@ -100,10 +100,23 @@ def test_text_that_has_no_encoding_survives(tmp_path):
     assert _store(tmp_path).find("0" * 16, 1) == strange
 
 
+def ends_in_two(text: str, answer: str) -> float:
+    return float(text.endswith("2"))
+
+
+def ends_in_three(text: str, answer: str) -> float:
+    return float(text.endswith("3"))
+
+
 class _WithLimit(BoxedMatch):
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._calls = 0
+
+
+def test_functions_are_told_apart():
+    assert described(FunctionReward(ends_in_two)) != described(FunctionReward(ends_in_three))
+    assert described(FunctionReward(ends_in_two)) == described(FunctionReward(ends_in_two))
 
 
 def test_described_goes_down_to_public_values():

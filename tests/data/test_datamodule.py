@@ -6,7 +6,8 @@ import pytest
 
 from stapo_lightning.data import ArithmeticPrompts, Columns, JsonlPrompts, ParquetPrompts, Wording
 from stapo_lightning.errors import ConfigError
-from tests.doubles import datamodule, module, trainer
+from stapo_lightning.rewards import BoxedMatch
+from tests.doubles import Recorder, datamodule, module, trainer
 
 SHORT = [f"From {i}: +2.\n" for i in range(4)]
 LONG = [f"From {i}: {', '.join(['+2'] * 15)}.\n" for i in range(2)]  # 32 tokens are allowed, three an addition
@@ -92,3 +93,29 @@ def test_a_chat_template_reaches_the_policy_and_the_reward(source, tmp_path):
     trainer(tmp_path).fit(policy, datamodule=data)
     assert [prompt.text for prompt in data.loaded["fit"].prompts] == SHORT
     assert data.loaded["fit"].token_ids[0] == policy.tokenizer(SHORT[0])["input_ids"]
+
+
+class _Nothing(BoxedMatch):
+    """Right or wrong, no reward: a shaped reward that never comes above 0.5."""
+
+    def __call__(self, completions):
+        return [0.0 for _ in completions]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_held_out_completions_are_judged_by_the_eval_reward(workers, tmp_path):
+    data = datamodule(reward=_Nothing(), eval_reward=BoxedMatch(), reward_workers=workers, gold_check=0)
+    recorder = Recorder()
+    policy = module()
+    run = trainer(tmp_path, limit_val_batches=1.0, val_check_interval=1, callbacks=[recorder])
+    run.fit(policy, datamodule=data)
+    assert recorder.batches[0].rewards.tolist() == [0.0] * 32
+    assert policy.eval_results["val/arithmetic/greedy/avg@1"] > 0.7
+
+
+def test_the_gold_answers_of_held_out_prompts_are_scored_by_the_eval_reward(tmp_path):
+    data = datamodule(reward=BoxedMatch(), eval_reward=_Nothing(), gold_check=8)
+    with pytest.raises(ConfigError) as raised:
+        trainer(tmp_path).fit(module(), datamodule=data)
+    (problem,) = raised.value.problems
+    assert problem.startswith("data.val_prompts: reward tests.data.test_datamodule._Nothing finds only 0 of 8")

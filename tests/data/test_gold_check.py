@@ -39,8 +39,8 @@ class Mute(Knows):
 
 
 def _check(reward, prompts=PROMPTS, sample_size=20, min_share=0.9, values=None):
-    def score(completions):
-        return score_completions(reward, completions) if values is None else ScoredRows(values, 0)
+    def score(used, completions):
+        return score_completions(used, completions) if values is None else ScoredRows(values, 0)
 
     return gold_problems("data.train_prompts", prompts, reward, score, sample_size, min_share)
 

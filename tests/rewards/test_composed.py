@@ -269,9 +269,10 @@ def test_gold_answers_pass_the_check_before_training():
     prompts = [Prompt(f"{n}?", str(n), source) for n, source in enumerate(["gsm8k", "AIME24", "AIME25", "other"] * 5)]
     asked = []
 
-    def score(rows):
+    def score(used, rows):
+        assert used is reward
         asked.extend(rows)
-        return score_completions(reward, rows)
+        return score_completions(used, rows)
 
     assert gold_problems("data.train_prompts", prompts, reward, score, 20, 1.0) == []
     assert len(asked) == 20
