@@ -38,11 +38,11 @@ class CompletionLogger(L.Callback):
         for first in range(0, min(self.prompts * batch.group_size, len(batch)), batch.group_size):
             prompt = batch.prompts[first]
             lines += [f"**prompt** {self._code(prompt.text)} **answer** {self._code(prompt.answer)}", ""]
-            lines += ["| reward | advantage | tokens | completion |", "|--:|--:|--:|:--|"]
             for row in range(first, first + min(self.completions, batch.group_size)):
+                # No table: TensorBoard breaks the words of its narrow columns.
                 lines.append(
-                    f"| {batch.rewards[row]:.2f} | {batch.advantages[row]:+.2f} | {batch.completion_lengths[row]}"
-                    f" | {self._code(batch.texts[row])} |"
+                    f"* **reward {batch.rewards[row]:.2f}**, advantage {batch.advantages[row]:+.2f},"
+                    f" {batch.completion_lengths[row]} tokens: {self._code(batch.texts[row])}"
                 )
             lines.append("")
         trainer.logger.experiment.add_text("completions", "\n".join(lines), trainer.global_step)

@@ -27,7 +27,7 @@ class RunSummary(L.Callback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         self.after = dict(pl_module.eval_results)
         self.update = trainer.global_step
-        if not self.before:
+        if trainer.global_step == 0:
             self.before = dict(self.after)
 
     def on_train_batch_end(
@@ -44,11 +44,14 @@ class RunSummary(L.Callback):
         console = Console(width=100)
         if self.after:
             table = Table(title=f"held-out results after {self.update} updates", title_justify="left")
-            for column in ("", "before", "after"):
-                table.add_column(column, justify="right" if column else "left")
+            # A run that was not validated ahead of its first update has nothing to compare with.
+            columns = {"before": self.before, "after": self.after} if self.before else {"after": self.after}
+            table.add_column("")
+            for name in columns:
+                table.add_column(name, justify="right")
             for tag in self.after:
-                if "@" in tag:
-                    table.add_row(tag, f"{self.before[tag]:.1%}", f"{self.after[tag]:.1%}")
+                if tag.startswith("val/average/") or "@" in tag:
+                    table.add_row(tag, *(f"{results[tag]:.1%}" for results in columns.values()))
             console.print(table)
         share = self.silenced / self.tokens if self.tokens else 0.0
         rank = " on this rank" if trainer.world_size > 1 else ""

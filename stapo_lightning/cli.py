@@ -15,6 +15,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
+from omegaconf.errors import OmegaConfBaseException
 from transformers.utils import logging as transformers_logging
 
 from callbacks import EvaluationReport  # the import also lets a config name the classes of callbacks
@@ -168,4 +169,7 @@ def main(args: Sequence[str] | None = None) -> None:
         run(args)
     except StapoError as error:
         print(f"stapo: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OmegaConfBaseException as error:
+        print(f"stapo: an interpolation ${{...}} in the configuration finds no value: {error}", file=sys.stderr)
         sys.exit(2)

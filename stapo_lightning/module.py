@@ -520,7 +520,7 @@ class StapoModule(L.LightningModule):
         for callback in self.trainer.checkpoint_callbacks:
             path = getattr(callback, "last_model_path", "")
             if path and getattr(callback, "_last_global_step_saved", None) == self.global_step:
-                self.trainer.save_checkpoint(path)
+                self.trainer.save_checkpoint(path, weights_only=False)
 
     def on_test_epoch_end(self) -> None:
         """Publishes test/<benchmark>/<decoding>/..."""

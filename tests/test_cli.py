@@ -128,6 +128,13 @@ def test_a_value_out_of_range_names_value_bound_and_option(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+def test_an_interpolation_that_finds_nothing_is_named():
+    done = stapo("fit", "--config", QUICK, "--data.group_size=${data.no_such_size}")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "data.no_such_size" in done.stderr
+
+
 def test_gradient_clipping_of_the_trainer_is_refused_with_our_option(tmp_path):
     done = stapo("fit", "--config", QUICK, "--trainer.gradient_clip_val=1.0", f"--trainer.logger.save_dir={tmp_path}")
     assert done.returncode == 2
