@@ -60,6 +60,9 @@ class Completions:
         truncated: [N] bool, True where the length limit and not an end token ended the completion.
         log_probs: [N, T] log pi_old of each emitted token at the sampling temperature, before top-p and top-k; 0 at
             padding.
+        entropy: [N, T] H of the distribution each token was drawn from, before top-p and top-k, in nats; 0 at padding.
+            None where the engine does not record it with the exactness of a forward of the policy.
+        collision: [N, T] sum of its squared probabilities; 0 at padding. Recorded together with `entropy`.
 
     """
 
@@ -67,6 +70,8 @@ class Completions:
     lengths: Tensor
     truncated: Tensor
     log_probs: Tensor
+    entropy: Tensor | None = None
+    collision: Tensor | None = None
 
 
 @dataclass
@@ -88,6 +93,8 @@ class RolloutBatch:
         group_size: G.
         prompts: N prompts (repeated within the group); empty in synthetic batches.
         texts: N decoded completions; empty in synthetic batches.
+        old_entropy: [N, T] H of the behaviour policy, where the engine recorded it; None elsewhere.
+        old_collision: [N, T] collision of the behaviour policy, likewise.
         reward_errors: Rows whose reward raised or was not a number.
         reward_timeouts: Rows whose reward did not return in time.
         rollout_seconds: Wall time of sampling.
@@ -109,6 +116,8 @@ class RolloutBatch:
     group_size: int
     prompts: list[Prompt] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    old_entropy: Tensor | None = None
+    old_collision: Tensor | None = None
     reward_errors: int = 0
     reward_timeouts: int = 0
     rollout_seconds: float = 0.0
@@ -123,6 +132,13 @@ class RolloutBatch:
         """[N, T] bool, True = emitted by the policy, end token included. From lengths, never from token values."""
         positions = torch.arange(self.completion_ids.shape[1], device=self.completion_ids.device)
         return positions < self.completion_lengths[:, None]
+
+    @property
+    def recorded_scores(self) -> TokenScores | None:
+        """What the engine recorded while it sampled: scores of the policy until its first update. None: it did not."""
+        if self.old_entropy is None or self.old_collision is None:
+            return None
+        return TokenScores(self.old_log_probs, self.old_entropy, self.old_collision)
 
     @property
     def sequence_lengths(self) -> Tensor:

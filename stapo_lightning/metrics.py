@@ -139,15 +139,21 @@ class UpdateMetrics(_Sums):
 
 
 class MismatchMetrics(_Sums):
-    """rollout/logprob_diff_*: |log pi_theta - log pi_old| before the first update of a rollout: engine, policy."""
+    """rollout/logprob_diff_*: |log pi_theta - log pi_old| before the first update of a rollout: engine, policy.
+
+    Where the engine recorded its scores, over the rows that have an advantage: the others are not scored again.
+    """
 
     sum_names = ("tokens", "diff")
     max_names = ("diff",)
 
-    def update(self, batch: RolloutBatch, log_probs: Tensor) -> None:
-        """Adds the first mini-batch of a rollout; `log_probs` [N, T] without a graph."""
-        difference = ((log_probs - batch.old_log_probs) * batch.completion_mask).abs().double()
-        self._add([batch.completion_lengths.sum(), difference.sum()], [difference.max()])
+    def update(self, batch: RolloutBatch, ratio: Tensor) -> None:
+        """Adds the first mini-batch of a rollout; `ratio` [N, T] of policy to engine, 1 where it was not scored."""
+        mask = batch.completion_mask
+        if batch.recorded_scores is not None:
+            mask = mask & (batch.advantages != 0)[:, None]
+        difference = (ratio.double().log() * mask).abs()
+        self._add([mask.sum(), difference.sum()], [difference.max()])
 
     def compute(self) -> dict[str, float]:
         """Tag -> value over all ranks."""

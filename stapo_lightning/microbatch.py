@@ -2,8 +2,49 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+from stapo_lightning.distributed import Ranks
+
+
+@dataclass
+class Passes:
+    """The forwards in which a mini-batch goes through a model: the same number on every rank.
+
+    Attributes:
+        rows: [n] row indices of each pass.
+        own: The first so many are this rank's micro-batches. Ranks that have fewer than others repeat a row, which
+            counts for nothing, or the others would wait for their collectives for ever.
+
+    """
+
+    rows: list[Tensor]
+    own: int
+
+    @property
+    def micro_batches(self) -> list[Tensor]:
+        """The passes that count."""
+        return self.rows[: self.own]
+
+
+def passes(rows: Tensor, lengths: Tensor, budget: int, ranks: Ranks, at_least: int = 0) -> Passes:
+    """Cuts some rows of a mini-batch into micro-batches and agrees with the other ranks on the number of passes.
+
+    Args:
+        rows: [n] the rows that go through, n >= 0.
+        lengths: [N] tokens of each row of the mini-batch, prompt included, N >= 1.
+        budget: Padded tokens a micro-batch, > 0.
+        ranks: Who has to agree.
+        at_least: Passes to make even where no rank has a row.
+
+    """
+    cut = [rows[group] for group in micro_batches(lengths[rows], budget)]
+    count = max(at_least, int(ranks.max(torch.tensor(len(cut), device=lengths.device))))
+    spare = cut[-1][:1] if cut else torch.zeros(1, dtype=torch.int64, device=lengths.device)
+    return Passes(cut + [spare] * (count - len(cut)), len(cut))
 
 
 def micro_batches(lengths: Tensor, budget: int) -> list[Tensor]:

@@ -27,7 +27,7 @@ from stapo_lightning.distributed import Ranks
 from stapo_lightning.errors import ConfigError, NonFiniteError, bounded
 from stapo_lightning.evaluation import Evaluation, summary
 from stapo_lightning.metrics import MismatchMetrics, ProblemTable, RolloutMetrics, UpdateMetrics
-from stapo_lightning.microbatch import micro_batches
+from stapo_lightning.microbatch import Passes, passes
 from stapo_lightning.models import (
     backbone,
     check_output_head,
@@ -344,7 +344,8 @@ class StapoModule(L.LightningModule):
         records: list[UpdateRecord] = []
         latest: dict[str, float] = {}
         for mini_batch in batch.mini_batches(completions):
-            outcome = self._update(mini_batch)
+            # The first mini-batch meets the policy that sampled it.
+            outcome = self._update(mini_batch, mini_batch.recorded_scores if not records else None)
             metrics = rollout | self._measure_update(mini_batch, outcome, first=not records)
             metrics["time/step_s"] = batch.rollout_seconds + batch.reward_seconds + time.perf_counter() - started
             records.append(outcome.record)
@@ -354,23 +355,25 @@ class StapoModule(L.LightningModule):
         self._to_callbacks(latest)
         return {"record": _join(records)}
 
-    def _update(self, batch: RolloutBatch) -> _Outcome:
-        """One optimiser step on one mini-batch."""
-        started = time.perf_counter()
-        cut = micro_batches(batch.sequence_lengths, self.tokens_per_micro_batch)
-        passes = int(self.ranks.max(torch.tensor(len(cut), device=self.device)))
-        # Every rank makes the same number of passes, or the others wait for its collectives for ever.
-        idle = [cut[-1][:1]] * (passes - len(cut))
+    def _update(self, batch: RolloutBatch, known: TokenScores | None) -> _Outcome:
+        """One optimiser step on one mini-batch.
 
-        # Current-policy statistics of every token, without gradient. A mini-batch that fits in one micro-batch is
-        # scored by the very forward whose graph the backward uses.
-        if passes == 1:
-            cut = [torch.arange(len(batch), device=self.device)]
-            graph = self._score(batch)
-            scores = graph.detach()
-        else:
-            with torch.no_grad():
-                scores = _in_order([self._score(batch.rows(rows)) for rows in cut + idle][: len(cut)], cut)
+        Args:
+            batch: The mini-batch.
+            known: Scores of the current policy that the engine took while it sampled; None to compute them here.
+
+        """
+        started = time.perf_counter()
+        # Where the advantage is 0, loss and gradient are: those rows are scored at most. One pass is made in any case,
+        # so that there is a gradient of 0 where nothing moves.
+        moving = (batch.advantages != 0) | (self.kl_coef > 0)
+        gradient = self._passes(batch, moving, at_least=1)
+        rest = self._passes(batch, ~moving)
+
+        # Current-policy statistics of every token, without gradient. What fits in one pass is scored by the very
+        # forward whose graph the backward uses.
+        graph = self._score(batch.rows(gradient.rows[0])) if len(gradient.rows) == 1 else None
+        scores = self._current_scores(batch, graph, gradient, rest) if known is None else known
         scored = time.perf_counter()
 
         # I_S2T over the whole mini-batch and all ranks, then one global denominator.
@@ -379,20 +382,37 @@ class StapoModule(L.LightningModule):
         weights = self.aggregation(keep, self.ranks)
 
         outputs = []
-        for number, rows in enumerate(cut + idle):
-            with self._optimizer.toggle_model(sync_grad=number == passes - 1):
-                log_probs = graph.log_probs if passes == 1 else self._score(batch.rows(rows)).log_probs
-                output = self._loss(batch.rows(rows), log_probs, weights[rows] * (number < len(cut)))
+        for number, rows in enumerate(gradient.rows):
+            with self._optimizer.toggle_model(sync_grad=number == len(gradient.rows) - 1):
+                log_probs = self._score(batch.rows(rows)).log_probs if graph is None else graph.log_probs
+                output = self._loss(batch.rows(rows), log_probs, weights[rows] * (number < gradient.own))
                 # The strategy averages gradients over ranks; the loss is a sum over them.
                 self.manual_backward(output.loss * self.ranks.size)
             outputs.append(output)
 
-        outputs = outputs[: len(cut)]
+        del outputs[gradient.own :]
+        with torch.no_grad():
+            resting = [self._loss(batch.rows(rows), scores.rows(rows).log_probs, weights[rows]) for rows in rest.rows]
+        outputs += resting[: rest.own]
         loss = float(self.ranks.sum(torch.stack([output.loss.detach().double() for output in outputs]).sum()))
         grad_norm = self._step(loss)
+        cut = gradient.micro_batches + rest.micro_batches
         return self._outcome(
             scores, selection, outputs, cut, loss, grad_norm, scored - started, time.perf_counter() - started
         )
+
+    def _passes(self, batch: RolloutBatch, chosen: Tensor, at_least: int = 0) -> Passes:
+        rows = chosen.nonzero().squeeze(1)
+        return passes(rows, batch.sequence_lengths, self.tokens_per_micro_batch, self.ranks, at_least)
+
+    def _current_scores(
+        self, batch: RolloutBatch, graph: TokenScores | None, gradient: Passes, rest: Passes
+    ) -> TokenScores:
+        """Scores of all rows, in their order; `graph` is those of the only gradient pass, if it has been made."""
+        with torch.no_grad():
+            done = [graph.detach()] if graph is not None else [self._score(batch.rows(r)) for r in gradient.rows]
+            done = done[: gradient.own] + [self._score(batch.rows(r)) for r in rest.rows][: rest.own]
+        return _in_order(done, gradient.micro_batches + rest.micro_batches)
 
     def _score(self, batch: RolloutBatch) -> TokenScores:
         policy = self._loaded_policy
@@ -475,7 +495,7 @@ class StapoModule(L.LightningModule):
         metrics = self.update_metrics.compute()
         self.update_metrics.reset()
         if first:  # the policy that is scored is still the one that sampled
-            self.mismatch_metrics.update(batch, outcome.record.scores.log_probs)
+            self.mismatch_metrics.update(batch, outcome.record.ratio)
             metrics |= self.mismatch_metrics.compute()
             self.mismatch_metrics.reset()
         if outcome.kl is None:

@@ -199,7 +199,7 @@ def test_mismatch():
     # |differences| 0, ln 2, ln 2.5, ln 2, 0 over five tokens.
     batch, record, _ = _update()
     metrics = MismatchMetrics()
-    metrics.update(batch, record.scores.log_probs)
+    metrics.update(batch, record.ratio)
     assert metrics.compute() == pytest.approx(
         {
             "rollout/logprob_diff_mean": (2 * math.log(2) + math.log(2.5)) / 5,

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from stapo_lightning.microbatch import micro_batches
+from stapo_lightning.distributed import Ranks
+from stapo_lightning.microbatch import micro_batches, passes
 
 
 def _cut(lengths, budget):
@@ -41,3 +42,44 @@ def test_budget_holds_and_is_used(budget):
         longest = int(lengths[rows].max())
         assert len(rows) == 1 or len(rows) * longest <= budget
         assert number == len(groups) - 1 or (len(rows) + 1) * longest > budget
+
+
+class TwoRanks(Ranks):
+    """The other rank makes `other` passes."""
+
+    def __init__(self, other: int) -> None:
+        self.other = other
+
+    def max(self, values):
+        return values.clamp(min=self.other)
+
+
+def test_passes_hold_the_chosen_rows():
+    found = passes(torch.tensor([1, 3, 4]), torch.tensor([9, 5, 9, 3, 5]), budget=10, ranks=Ranks())
+    # 5 and 5 fill the budget; 3 is left.
+    assert [rows.tolist() for rows in found.rows] == [[1, 4], [3]]
+    assert found.own == 2
+
+
+def test_ranks_with_fewer_passes_repeat_a_row():
+    found = passes(torch.tensor([0, 1]), torch.tensor([5, 3]), budget=5, ranks=TwoRanks(4))
+    assert [rows.tolist() for rows in found.rows] == [[0], [1], [1], [1]]
+    assert found.own == 2
+    assert [rows.tolist() for rows in found.micro_batches] == [[0], [1]]
+
+
+@pytest.mark.parametrize(("other", "at_least", "expected"), [(0, 0, []), (2, 0, [[0], [0]]), (0, 1, [[0]])])
+def test_a_rank_without_rows(other, at_least, expected):
+    none = torch.zeros(0, dtype=torch.int64)
+    found = passes(none, torch.tensor([5, 3]), budget=5, ranks=TwoRanks(other), at_least=at_least)
+    assert [rows.tolist() for rows in found.rows] == expected
+    assert found.own == 0 and found.micro_batches == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_padding_is_at_most_a_tenth_of_the_tokens_on_lengths_like_those_of_completions(seed):
+    # Log-normal with median 1,800 and sigma 0.6: a tenth is above 3,900, the longest near 11,000.
+    lengths = (torch.randn(512, generator=torch.Generator().manual_seed(seed)) * 0.6 + 7.5).exp().long()
+    groups = micro_batches(lengths, 16_384)
+    computed = sum(len(rows) * int(lengths[rows].max()) for rows in groups)
+    assert (computed - int(lengths.sum())) / computed <= 0.1

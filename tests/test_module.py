@@ -53,7 +53,9 @@ def rollout(tmp_path_factory):
     return batch
 
 
-def update(folder, batch: RolloutBatch, **settings) -> tuple[torch.Tensor, UpdateRecord, dict[str, float]]:
+def update(
+    folder, batch: RolloutBatch, callbacks=(), **settings
+) -> tuple[torch.Tensor, UpdateRecord, dict[str, float]]:
     """The change of all parameters (SGD: 10 times the gradient), the record and the metrics of one update."""
     recorder = Recorder()
     # A large rate, so that the parameters' own rounding (6e-8 below 1) does not hide the gradient's.
@@ -62,7 +64,7 @@ def update(folder, batch: RolloutBatch, **settings) -> tuple[torch.Tensor, Updat
     policy = module(**settings)
     policy.configure_model()
     before = parameters(policy.policy)
-    run = trainer(folder, max_steps=1, callbacks=[recorder])
+    run = trainer(folder, max_steps=1, callbacks=[recorder, *callbacks])
     run.fit(policy, datamodule=Replay(copy.deepcopy(batch)))
     return parameters(policy.policy) - before, recorder.records[0], recorder.metrics[0]
 
@@ -114,6 +116,98 @@ def test_scores_in_one_pass_equal_those_in_many(rollout, reference, tmp_path):
     torch.testing.assert_close(record.scores.entropy, reference[1].scores.entropy, atol=1e-5, rtol=0)
 
 
+def _all_moving(rollout):
+    batch = copy.deepcopy(rollout)
+    batch.advantages = torch.where(batch.advantages == 0, 0.3, batch.advantages)
+    return batch
+
+
+def _with_resting_groups(rollout):
+    """Two of the eight groups teach nothing."""
+    batch = _all_moving(rollout)
+    batch.advantages[:4] = 0.0
+    batch.advantages[12:16] = 0.0
+    return batch
+
+
+class CountsForwards(L.Callback):
+    """Counts the rows that go through the policy, with and without gradient."""
+
+    def __init__(self) -> None:
+        self.rows = {True: 0, False: 0}
+
+    def on_train_start(self, trainer, pl_module) -> None:
+        pl_module.policy.base_model.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def _count(self, module, args, kwargs) -> None:
+        self.rows[torch.is_grad_enabled()] += len(kwargs["input_ids"])
+
+
+@pytest.mark.parametrize(("budget", "with_gradient", "without"), [(100_000, 24, 8), (333, 24, 32)])
+def test_rows_without_advantage_go_through_without_gradient(budget, with_gradient, without, rollout, tmp_path):
+    # 32 rows, 8 of them without advantage. One pass: 24 are scored by the forward that trains them, 8 beside it.
+    # Many passes: all 32 are scored first.
+    counts = CountsForwards()
+    update(tmp_path, _with_resting_groups(rollout), callbacks=[counts], tokens_per_micro_batch=budget)
+    assert counts.rows == {True: with_gradient, False: without}
+
+
+@pytest.mark.parametrize("budget", [100_000, 333])
+def test_rows_without_advantage_still_count(budget, rollout, tmp_path):
+    # A surrogate whose loss does not vanish at A = 0 would differ; the paper's are linear in A. The reference keeps all
+    # rows in the gradient's passes by a KL of weight 1e-30, which leaves no trace in float32.
+    batch = _with_resting_groups(rollout)
+    change, record, metrics = update(tmp_path, batch, tokens_per_micro_batch=budget)
+    whole, whole_record, whole_metrics = update(tmp_path, batch, tokens_per_micro_batch=budget, kl_coef=1e-30)
+    assert_same_update(change, whole)
+    torch.testing.assert_close(record.ratio, whole_record.ratio, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(record.scores.entropy, whole_record.scores.entropy, atol=1e-5, rtol=0)
+    assert torch.equal(record.silenced, whole_record.silenced)
+    for tag in ("policy/loss", "policy/entropy", "s2t/grad_share", "policy/clip_fraction_high", "policy/ppo_kl"):
+        assert metrics[tag] == pytest.approx(whole_metrics[tag], rel=1e-4, abs=1e-7), tag
+
+
+def _recorded(batch, record):
+    """The batch as an engine gives it that records its scores: on-policy, as at the first update of a rollout."""
+    batch = copy.deepcopy(batch)
+    batch.old_log_probs = record.scores.log_probs.clone()
+    batch.old_entropy, batch.old_collision = record.scores.entropy.clone(), record.scores.collision.clone()
+    return batch
+
+
+@pytest.mark.parametrize("budget", [100_000, 333])
+def test_recorded_scores_take_the_place_of_the_scoring_pass(budget, rollout, reference, tmp_path):
+    batch = _recorded(_with_resting_groups(rollout), reference[1])
+    counts = CountsForwards()
+    change, record, metrics = update(tmp_path, batch, callbacks=[counts], tokens_per_micro_batch=budget)
+    assert counts.rows == {True: 24, False: 0}  # nothing is scored, and rows without advantage are not even read
+
+    unrecorded = copy.deepcopy(batch)
+    unrecorded.old_entropy = unrecorded.old_collision = None
+    expected, expected_record, expected_metrics = update(tmp_path, unrecorded, tokens_per_micro_batch=budget)
+    assert_same_update(change, expected)
+    assert torch.equal(record.silenced, expected_record.silenced)
+    for tag in ("policy/entropy", "s2t/grad_share", "s2t/tau_h"):
+        assert metrics[tag] == pytest.approx(expected_metrics[tag], rel=1e-4), tag
+    assert metrics["rollout/logprob_diff_max"] < 1e-5
+
+
+def test_a_stale_engine_is_still_seen_where_it_recorded_its_scores(rollout, reference, tmp_path):
+    batch = _recorded(_all_moving(rollout), reference[1])
+    batch.old_log_probs -= 0.5 * batch.completion_mask
+    metrics = update(tmp_path, batch)[2]
+    assert metrics["rollout/logprob_diff_mean"] == pytest.approx(0.5, abs=1e-3)
+
+
+def test_recorded_scores_serve_the_first_update_of_a_rollout_only(rollout, reference, tmp_path):
+    counts = CountsForwards()
+    batch = _recorded(_all_moving(rollout), reference[1])
+    run = trainer(tmp_path, max_steps=2, callbacks=[counts])
+    run.fit(module(prompts_per_update=4, tokens_per_micro_batch=333), datamodule=Replay(batch))
+    # 16 rows an update; the second scores its 16 before it trains them.
+    assert counts.rows == {True: 32, False: 16}
+
+
 def test_equal_rewards_leave_the_policy_alone(rollout, tmp_path):
     batch = copy.deepcopy(rollout)
     batch.advantages = torch.zeros_like(batch.advantages)
@@ -144,12 +238,10 @@ class NaNLoss(Surrogate):
 
     def __init__(self, broken: set[int]) -> None:
         self.broken = broken
-        self.calls = 0
+        self.module: L.LightningModule | None = None
 
     def __call__(self, log_ratio, advantages) -> SurrogateOutput:
-        # Called twice for each micro-batch: for the loss and for what is measured.
-        factor = float("nan") if self.calls // 2 in self.broken else 1.0
-        self.calls += 1
+        factor = float("nan") if self.module.global_step in self.broken else 1.0
         nothing = torch.zeros_like(log_ratio, dtype=torch.bool)
         return SurrogateOutput(-log_ratio.exp() * advantages * factor, log_ratio.detach().exp(), nothing, nothing)
 
@@ -161,6 +253,7 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted(tmp_path):
         prompts_per_update=8,
         optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1),
     )
+    policy.surrogate.module = policy
     seen = []
 
     class Snapshots(L.Callback):
@@ -178,6 +271,7 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted(tmp_path):
 
 def test_too_many_skipped_updates_stop_the_run_with_advice(tmp_path):
     policy = module(surrogate=NaNLoss({1, 2, 3}), prompts_per_update=8, max_skipped_updates=3)
+    policy.surrogate.module = policy
     with pytest.raises(NonFiniteError, match=r"3 updates in a row.*model\.max_skipped_updates=3.*learning rate"):
         trainer(tmp_path, max_steps=10).fit(policy, datamodule=datamodule())
 

@@ -439,6 +439,8 @@ class RolloutDataModule(L.LightningDataModule):
             group_size=self.group_size,
             prompts=[row.prompt for row in rows],
             texts=[row.text for row in rows],
+            old_entropy=completions.entropy,
+            old_collision=completions.collision,
             reward_errors=scored.errors,
             reward_timeouts=scored.timeouts,
             rollout_seconds=sampled - started,
