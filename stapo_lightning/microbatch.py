@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -30,21 +31,29 @@ class Passes:
         return self.rows[: self.own]
 
 
-def passes(rows: Tensor, lengths: Tensor, budget: int, ranks: Ranks, at_least: int = 0) -> Passes:
+def passes(
+    rows: Tensor,
+    lengths: Tensor,
+    budget: int,
+    ranks: Ranks,
+    at_least: int = 0,
+    cut: Callable[[Tensor, int], list[Tensor]] | None = None,
+) -> Passes:
     """Cuts some rows of a mini-batch into micro-batches and agrees with the other ranks on the number of passes.
 
     Args:
         rows: [n] the rows that go through, n >= 0.
         lengths: [N] tokens of each row of the mini-batch, prompt included, N >= 1.
-        budget: Padded tokens a micro-batch, > 0.
+        budget: Tokens a micro-batch, > 0.
         ranks: Who has to agree.
         at_least: Passes to make even where no rank has a row.
+        cut: Lengths and budget -> micro-batches; default `micro_batches`.
 
     """
-    cut = [rows[group] for group in micro_batches(lengths[rows], budget)]
-    count = max(at_least, int(ranks.max(torch.tensor(len(cut), device=lengths.device))))
-    spare = cut[-1][:1] if cut else torch.zeros(1, dtype=torch.int64, device=lengths.device)
-    return Passes(cut + [spare] * (count - len(cut)), len(cut))
+    own = [rows[group] for group in (cut or micro_batches)(lengths[rows], budget)]
+    count = max(at_least, int(ranks.max(torch.tensor(len(own), device=lengths.device))))
+    spare = own[-1][:1] if own else torch.zeros(1, dtype=torch.int64, device=lengths.device)
+    return Passes(own + [spare] * (count - len(own)), len(own))
 
 
 def micro_batches(lengths: Tensor, budget: int) -> list[Tensor]:
@@ -70,3 +79,28 @@ def micro_batches(lengths: Tensor, budget: int) -> list[Tensor]:
         groups.append(order[start : start + rows])
         start += rows
     return groups
+
+
+def packed_micro_batches(lengths: Tensor, budget: int) -> list[Tensor]:
+    """Groups rows so that the tokens of each group, which go through without padding, add up to at most `budget`.
+
+    Rows are taken longest first, as by `micro_batches`, and a single row longer than the budget goes alone.
+
+    Args:
+        lengths: [N] tokens of each row, prompt included.
+        budget: Tokens a micro-batch, > 0.
+
+    Returns:
+        Index tensors [n] that together hold each row once.
+
+    """
+    order = torch.argsort(lengths, descending=True, stable=True)
+    sizes = lengths[order].tolist()
+    groups: list[Tensor] = []
+    start = total = 0
+    for place, size in enumerate(sizes):
+        if place > start and total + size > budget:
+            groups.append(order[start:place])
+            start, total = place, 0
+        total += size
+    return groups + ([order[start:]] if sizes else [])

@@ -103,6 +103,13 @@ def load_causal_lm(policy: str, attention: str) -> PreTrainedModel:
     return model.train()
 
 
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Has each decoder layer keep its input alone for the backward and compute the rest again; acts in train mode."""
+    # Its name from transformers 5.24 on, and before.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
 def freeze(model: PreTrainedModel) -> PreTrainedModel:
     """The model in eval mode without gradients: the reference."""
     return model.eval().requires_grad_(False)
@@ -122,10 +129,28 @@ def rollout_mode(model: nn.Module) -> Iterator[None]:
 
 
 def backbone(model: PreTrainedModel) -> Any:
-    """[n, L] ids -> [n, L, H] last hidden states; right padding only, so without an attention mask."""
+    """[n, L] ids and [n] lengths -> [n, L, H] last hidden states; padded on the right, so without an attention mask."""
 
-    def hidden_states(ids: Tensor) -> Tensor:
+    def hidden_states(ids: Tensor, lengths: Tensor) -> Tensor:
         return model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+
+    return hidden_states
+
+
+def packed_backbone(model: PreTrainedModel) -> Any:
+    """`backbone` without computing the padding: all sequences go through as one, told apart by their positions.
+
+    Flash attention then skips from one sequence to the next. Other implementations are as exact, but build a mask over
+    all pairs of tokens.
+    """
+
+    def hidden_states(ids: Tensor, lengths: Tensor) -> Tensor:
+        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        real = positions < lengths[:, None]
+        packed = model.base_model(
+            input_ids=ids[real][None], position_ids=positions[real][None], use_cache=False
+        ).last_hidden_state[0]
+        return packed.new_zeros(*ids.shape, packed.shape[-1]).masked_scatter(real[..., None], packed)
 
     return hidden_states
 
@@ -153,10 +178,10 @@ def check_output_head(model: PreTrainedModel, policy: str) -> None:
         ConfigError: The architecture does more between hidden states and logits than `output_head` knows.
 
     """
-    ids = torch.tensor([[0, 1]], device=model.device)
+    ids, lengths = torch.tensor([[0, 1]], device=model.device), torch.tensor([2], device=model.device)
     with rollout_mode(model):
         expected = model(input_ids=ids, use_cache=False).logits.float()
-        found = output_head(model)(backbone(model)(ids)).float()
+        found = output_head(model)(backbone(model)(ids, lengths)).float()
     difference = float((expected - found).abs().max())
     if not difference <= 1e-3 * max(1.0, float(expected.abs().max())):
         raise ConfigError(

@@ -16,7 +16,7 @@ import lightning as L
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.cli import OptimizerCallable
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -27,16 +27,18 @@ from stapo_lightning.distributed import Ranks
 from stapo_lightning.errors import ConfigError, NonFiniteError, bounded
 from stapo_lightning.evaluation import Evaluation, summary
 from stapo_lightning.metrics import MismatchMetrics, ProblemTable, RolloutMetrics, UpdateMetrics
-from stapo_lightning.microbatch import Passes, passes
+from stapo_lightning.microbatch import Passes, micro_batches, packed_micro_batches, passes
 from stapo_lightning.models import (
     backbone,
     check_output_head,
+    checkpoint_activations,
     context_length,
     end_token_ids,
     freeze,
     load_causal_lm,
     load_tokenizer,
     output_head,
+    packed_backbone,
     policy_problems,
     resolve_policy,
     weights_identity,
@@ -54,7 +56,7 @@ from stapo_lightning.objective import (
 )
 from stapo_lightning.plan import Plan
 from stapo_lightning.schedule import ConstantWithWarmup, Schedule
-from stapo_lightning.scoring import score
+from stapo_lightning.scoring import Backbone, score
 
 # Kept over a resume: updates skipped, skipped in a row, and the update of the last validation that was finished.
 _COUNTERS = ("skipped_updates", "skipped_in_a_row", "validated_update")
@@ -94,8 +96,14 @@ class StapoModule(L.LightningModule):
         schedule: Learning-rate factor over updates; default 10 warm-up updates, then constant.
         max_grad_norm: Gradients are scaled down to this global L2 norm; 0 does not clip (paper: 1.0).
         prompts_per_update: Prompts of one optimiser step over all ranks; divides data.prompts_per_batch (paper: 64).
-        tokens_per_micro_batch: Padded tokens, prompt included, of one forward and backward on each rank. Changes memory
-            and speed, never the gradient.
+        tokens_per_micro_batch: Tokens, prompt and padding included, of one forward and backward on each rank. Changes
+            memory and speed, never the gradient.
+        packing: Micro-batches without padding, all their sequences behind each other. Null: where `attention` is flash
+            attention, which skips from one sequence to the next; others would compute a mask over all pairs of tokens.
+        activation_checkpointing: Keep only each decoder layer's input for the backward and compute the layer again:
+            less memory, about a third more time for an update.
+        compile: Compile the policy's forward and backward with torch.compile for updates; rollouts stay as they are.
+            The first update of each kind takes minutes.
         max_skipped_updates: Updates with a non-finite loss or gradient are skipped; so many in a row stop the run.
         attention: Attention implementation of transformers: "sdpa", "eager", "flash_attention_2".
 
@@ -115,6 +123,9 @@ class StapoModule(L.LightningModule):
         max_grad_norm: float = 1.0,
         prompts_per_update: int = 64,
         tokens_per_micro_batch: int = 16384,
+        packing: bool | None = None,
+        activation_checkpointing: bool = False,
+        compile: bool = False,
         max_skipped_updates: int = 10,
         attention: str = "sdpa",
     ) -> None:
@@ -133,6 +144,9 @@ class StapoModule(L.LightningModule):
         self.max_grad_norm = max_grad_norm
         self.prompts_per_update = prompts_per_update
         self.tokens_per_micro_batch = tokens_per_micro_batch
+        self.packing = attention.startswith("flash") if packing is None else packing
+        self.activation_checkpointing = activation_checkpointing
+        self.compile_policy = compile
         self.max_skipped_updates = max_skipped_updates
         self.attention = attention
 
@@ -150,6 +164,8 @@ class StapoModule(L.LightningModule):
         self.eval_results: dict[str, float] = {}
         self.eval_values: list[tuple[Evaluation, Tensor]] = []
         self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._states: Backbone | None = None
+        self._warned_of_length = False
 
     # ---- setup ------------------------------------------------------------------------------------------------------
 
@@ -285,6 +301,14 @@ class StapoModule(L.LightningModule):
         if self.policy is None:
             self.policy = load_causal_lm(self.policy_name, self.attention)
             check_output_head(self.policy, self.policy_name)
+            if self.activation_checkpointing:
+                checkpoint_activations(self.policy)
+            states = self._states_of(self.policy)
+            # Shapes differ from one micro-batch to the next.
+            self._states = torch.compile(states, dynamic=True) if self.compile_policy else states
+
+    def _states_of(self, model: PreTrainedModel) -> Backbone:
+        return packed_backbone(model) if self.packing else backbone(model)
 
     def configure_optimizers(self) -> Optimizer:
         """The configured optimiser over the policy's trainable parameters."""
@@ -403,7 +427,16 @@ class StapoModule(L.LightningModule):
 
     def _passes(self, batch: RolloutBatch, chosen: Tensor, at_least: int = 0) -> Passes:
         rows = chosen.nonzero().squeeze(1)
-        return passes(rows, batch.sequence_lengths, self.tokens_per_micro_batch, self.ranks, at_least)
+        lengths, budget = batch.sequence_lengths, self.tokens_per_micro_batch
+        longest = int(lengths.max())
+        if longest > budget and not self._warned_of_length:
+            self._warned_of_length = True
+            rank_zero_warn(
+                f"A sequence of {longest:,} tokens is over model.tokens_per_micro_batch={budget:,}: it goes alone"
+                " and takes more memory than the budget allows. Raise it to the longest sequence."
+            )
+        cut = packed_micro_batches if self.packing else micro_batches
+        return passes(rows, lengths, budget, self.ranks, at_least, cut)
 
     def _current_scores(
         self, batch: RolloutBatch, graph: TokenScores | None, gradient: Passes, rest: Passes
@@ -416,14 +449,16 @@ class StapoModule(L.LightningModule):
 
     def _score(self, batch: RolloutBatch) -> TokenScores:
         policy = self._loaded_policy
-        return score(batch, backbone(policy), output_head(policy), policy.config.vocab_size)
+        states = self._states or self._states_of(policy)  # a policy that a user put in has none yet
+        return score(batch, states, output_head(policy), policy.config.vocab_size)
 
     def _loss(self, batch: RolloutBatch, log_probs: Tensor, weights: Tensor) -> LossOutput:
         ref_log_probs = None
         if self.reference:
             reference = self.reference[0]
             with torch.no_grad():
-                scores = score(batch, backbone(reference), output_head(reference), reference.config.vocab_size)
+                states, head = self._states_of(reference), output_head(reference)
+                scores = score(batch, states, head, reference.config.vocab_size)
             ref_log_probs = scores.log_probs
         return policy_loss(batch, log_probs, weights, self.surrogate, ref_log_probs, self.kl, self.kl_coef)
 

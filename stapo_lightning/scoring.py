@@ -18,7 +18,7 @@ from stapo_lightning.batch import RolloutBatch, TokenScores
 CHUNK_ELEMENTS = 2**25
 
 Head = Callable[[Tensor], Tensor]
-Backbone = Callable[[Tensor], Tensor]
+Backbone = Callable[[Tensor, Tensor], Tensor]
 
 
 def score_logits(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -92,7 +92,7 @@ def score(batch: RolloutBatch, backbone: Backbone, head: Head, vocab_size: int) 
 
     Args:
         batch: n completions.
-        backbone: [n, L] ids -> [n, L, H] last hidden states of a causal model.
+        backbone: [n, L] ids, padded on the right, and [n] lengths -> [n, L, H] last hidden states of a causal model.
         head: [m, H] -> [m, V] logits.
         vocab_size: V; sets how many tokens a chunk holds.
 
@@ -101,7 +101,7 @@ def score(batch: RolloutBatch, backbone: Backbone, head: Head, vocab_size: int) 
 
     """
     mask = batch.completion_mask
-    hidden = backbone(join_sequences(batch))
+    hidden = backbone(join_sequences(batch), batch.sequence_lengths)
     row, step = mask.nonzero(as_tuple=True)
     # The state one place before a token predicts it.
     predicting = hidden[row, batch.prompt_lengths[row] + step - 1]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from stapo_lightning.distributed import Ranks
-from stapo_lightning.microbatch import micro_batches, passes
+from stapo_lightning.microbatch import micro_batches, packed_micro_batches, passes
 
 
 def _cut(lengths, budget):
@@ -83,3 +83,22 @@ def test_padding_is_at_most_a_tenth_of_the_tokens_on_lengths_like_those_of_compl
     groups = micro_batches(lengths, 16_384)
     computed = sum(len(rows) * int(lengths[rows].max()) for rows in groups)
     assert (computed - int(lengths.sum())) / computed <= 0.1
+
+
+def test_packed_by_hand():
+    # Longest first: 10 | 5 4 | 4 3: without padding 5 + 4 and 4 + 3 stay below 10.
+    assert [g.tolist() for g in packed_micro_batches(torch.tensor([3, 10, 5, 4, 4]), 10)] == [[1], [2, 3], [4, 0]]
+    # Padded, 6 and 1 would be 12.
+    assert [g.tolist() for g in packed_micro_batches(torch.tensor([1, 6, 3]), 10)] == [[1, 2, 0]]
+    assert packed_micro_batches(torch.zeros(0, dtype=torch.int64), 10) == []
+
+
+@pytest.mark.parametrize("budget", [1, 64, 100, 333, 10_000])
+def test_packed_groups_keep_the_budget(budget):
+    lengths = torch.randint(1, 101, (57,), generator=torch.Generator().manual_seed(0))
+    groups = packed_micro_batches(lengths, budget)
+    assert sorted(torch.cat(groups).tolist()) == list(range(57))
+    for number, rows in enumerate(groups):
+        assert len(rows) == 1 or int(lengths[rows].sum()) <= budget
+        if number < len(groups) - 1:
+            assert int(lengths[rows].sum()) + int(lengths[groups[number + 1][0]]) > budget

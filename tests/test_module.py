@@ -116,6 +116,61 @@ def test_scores_in_one_pass_equal_those_in_many(rollout, reference, tmp_path):
     torch.testing.assert_close(record.scores.entropy, reference[1].scores.entropy, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("budget", [333, 100_000])
+def test_packing_does_not_change_the_update(attention, budget, rollout, reference, tmp_path):
+    counts = CountsForwards()
+    change, record, _ = update(
+        tmp_path, rollout, callbacks=[counts], packing=True, attention=attention, tokens_per_micro_batch=budget
+    )
+    assert_same_update(change, reference[0])
+    assert torch.equal(record.silenced, reference[1].silenced)
+    # Every token once with gradient, and no padding.
+    moving = rollout.advantages != 0
+    assert counts.tokens[True] == int(rollout.sequence_lengths[moving].sum())
+
+
+def test_packing_follows_the_attention():
+    assert module(attention="flash_attention_2").packing
+    assert not module().packing
+    assert not module(attention="flash_attention_2", packing=False).packing
+
+
+def test_activation_checkpointing_computes_layers_again_and_changes_nothing_else(rollout, reference, tmp_path):
+    class CountsLayers(L.Callback):
+        calls = 0
+
+        def on_train_start(self, trainer, pl_module) -> None:
+            pl_module.policy.model.layers[0].mlp.register_forward_pre_hook(self._count)
+
+        def _count(self, *_) -> None:
+            self.calls += torch.is_grad_enabled()
+
+    calls = {}
+    for checkpointing in (False, True):
+        counter = CountsLayers()
+        change = update(tmp_path, rollout, callbacks=[counter], activation_checkpointing=checkpointing)[0]
+        assert_same_update(change, reference[0])
+        calls[checkpointing] = counter.calls
+    assert calls == {False: 1, True: 2}
+
+
+def test_a_compiled_policy_makes_the_same_update(rollout, reference, tmp_path):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    change, record, _ = update(tmp_path, rollout, compile=True)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    # Fused kernels round differently.
+    assert (change - reference[0]).abs().max() <= 1e-4 * reference[0].abs().max()
+    assert torch.equal(record.silenced, reference[1].silenced)
+
+
+def test_a_sequence_over_the_budget_is_warned_about_once(rollout, tmp_path):
+    with pytest.warns(UserWarning, match=r"is over model\.tokens_per_micro_batch=20: it goes alone") as warned:
+        update(tmp_path, rollout, tokens_per_micro_batch=20)
+    assert len([w for w in warned if "tokens_per_micro_batch" in str(w.message)]) == 1
+
+
 def _all_moving(rollout):
     batch = copy.deepcopy(rollout)
     batch.advantages = torch.where(batch.advantages == 0, 0.3, batch.advantages)
@@ -135,12 +190,14 @@ class CountsForwards(L.Callback):
 
     def __init__(self) -> None:
         self.rows = {True: 0, False: 0}
+        self.tokens = {True: 0, False: 0}
 
     def on_train_start(self, trainer, pl_module) -> None:
         pl_module.policy.base_model.register_forward_pre_hook(self._count, with_kwargs=True)
 
     def _count(self, module, args, kwargs) -> None:
         self.rows[torch.is_grad_enabled()] += len(kwargs["input_ids"])
+        self.tokens[torch.is_grad_enabled()] += kwargs["input_ids"].numel()
 
 
 @pytest.mark.parametrize(("budget", "with_gradient", "without"), [(100_000, 24, 8), (333, 24, 32)])
