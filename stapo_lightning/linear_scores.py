@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from stapo_lightning.softmax import Tally, gradient_, merge, tally_
+from stapo_lightning.softmax import Tally, empty_tally, gradient_, merge, tally_
 
 
 @dataclass(frozen=True)
@@ -112,12 +112,11 @@ class _LinearScores(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         logits = _Logits(hidden.to(dtype), weight, bias, curve, columns)
         z_of_token = logits.new_zeros(len(tokens))
-        parts = []
+        tally = empty_tally(z_of_token)
         for part in logits:
             place, inside = part.find(tokens)
             z_of_token = torch.where(inside, part.z.gather(1, place[:, None])[:, 0], z_of_token)
-            parts.append(tally_(part.z))
-        tally = merge(parts)
+            tally = merge(tally, tally_(part.z))
         ctx.save_for_backward(hidden, weight, bias, tokens, tally.peak, tally.total, tally.moment, tally.square)
         ctx.curve, ctx.dtype, ctx.columns = curve, dtype, columns
         ctx.set_materialize_grads(False)

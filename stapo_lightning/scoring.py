@@ -23,8 +23,12 @@ Head = Callable[[Tensor], Tensor]
 Backbone = Callable[[Tensor], Tensor]
 
 
-def chunk_elements(device: torch.device) -> int:
-    """Logits that exist at a time: on a CPU what its cache holds (8 MiB), elsewhere what keeps it busy (128 MiB)."""
+# Logits of one chunk of tokens: 128 MiB in float32. Each chunk costs a gradient of the whole head, so not fewer.
+CHUNK_ELEMENTS = 2**25
+
+
+def part_elements(device: torch.device) -> int:
+    """Logits of one part of the vocabulary: on a CPU what its cache holds (8 MiB), elsewhere what keeps it busy."""
     return 2**21 if device.type == "cpu" else 2**25
 
 
@@ -134,10 +138,10 @@ def score(batch: RolloutBatch, backbone: Backbone, head: Head, vocab_size: int) 
     # The state one place before a token predicts it.
     predicting = hidden[row, batch.prompt_lengths[row] + step - 1]
     tokens = batch.completion_ids[row, step]
-    elements = chunk_elements(predicting.device)
     if isinstance(head, LinearHead):
-        flat = score_linear(predicting, tokens, head, batch.temperature, max(1, elements // len(tokens)))
+        columns = max(1, part_elements(predicting.device) // len(tokens))
+        flat = score_linear(predicting, tokens, head, batch.temperature, columns)
     else:
-        flat = score_hidden(predicting, tokens, head, batch.temperature, max(1, elements // vocab_size))
+        flat = score_hidden(predicting, tokens, head, batch.temperature, max(1, CHUNK_ELEMENTS // vocab_size))
     log_probs, entropy, collision = (values.new_zeros(mask.shape).index_put((row, step), values) for values in flat)
     return TokenScores(log_probs, entropy, collision)

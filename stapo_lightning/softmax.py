@@ -6,7 +6,6 @@ them overflow, cancel or turn into nan.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,22 +59,25 @@ def tally_(z: Tensor) -> Tally:
     )
 
 
-def merge(parts: Sequence[Tally]) -> Tally:
-    """The sums over the union of disjoint parts of the vocabulary."""
-    peak = torch.stack([part.peak for part in parts])
-    total = torch.stack([part.total for part in parts])
-    moment = torch.stack([part.moment for part in parts])
-    square = torch.stack([part.square for part in parts])
-    highest = peak.amax(0)
-    # exp(z - highest) (z - highest) = exp(shift) exp(z - peak) (z - peak + shift)
-    shift = (peak - highest).clamp_min_(_FLOOR)
+def empty_tally(zeros: Tensor) -> Tally:
+    """The sums of M = len(zeros) rows over nothing."""
+    return Tally(torch.full_like(zeros, torch.finfo(zeros.dtype).min), zeros, zeros, zeros)
+
+
+def merge(left: Tally, right: Tally) -> Tally:
+    """The sums over the union of two disjoint parts of the vocabulary."""
+    peak = torch.maximum(left.peak, right.peak)
+    left, right = _moved(left, peak), _moved(right, peak)
+    return Tally(peak, left.total + right.total, left.moment + right.moment, left.square + right.square)
+
+
+def _moved(tally: Tally, peak: Tensor) -> Tally:
+    """The same sums relative to another, larger peak."""
+    shift = (tally.peak - peak).clamp_min_(_FLOOR)
     weight = shift.exp()
-    return Tally(
-        peak=highest,
-        total=(weight * total).sum(0),
-        moment=(weight * (moment + shift * total)).sum(0),
-        square=(weight.square() * square).sum(0),
-    )
+    # exp(z - peak') (z - peak') = exp(shift) exp(z - peak) (z - peak + shift)
+    moment = weight * (tally.moment + shift * tally.total)
+    return Tally(peak, weight * tally.total, moment, weight.square() * tally.square)
 
 
 def gradient_(z: Tensor, tally: Tally, by_log_prob: Tensor | None, by_entropy: Tensor | None) -> Tensor:
