@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from stapo_lightning.errors import ConfigError
+from stapo_lightning.linear_scores import LinearHead
 
 _PACKAGE = Path(__file__).parent
 
@@ -161,6 +162,9 @@ def output_head(model: PreTrainedModel) -> Any:
     config = model.config
     scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
     cap = getattr(config, "final_logit_softcapping", None)
+    # Adapters, sharded and quantised weights are classes of their own, and only their module knows how to apply them.
+    if type(linear) is nn.Linear and type(linear.weight) is nn.Parameter:
+        return LinearHead(linear.weight, linear.bias, scale, cap)
 
     def logits(hidden: Tensor) -> Tensor:
         out = linear(hidden)

@@ -1,24 +1,35 @@
 """Hidden states -> log-probs, full-vocabulary entropy and collision of the emitted tokens.
 
-The (tokens x vocabulary) matrix never exists whole: the head runs over chunks of tokens, and in backward each chunk is
-computed again. Prompt positions never reach the head. The memory peak of an update lives here.
+The (tokens x vocabulary) matrix never exists whole: a linear head is applied to parts of the vocabulary, any other to
+chunks of tokens, and in backward each piece is computed again. Prompt positions never reach the head. The memory peak
+of an update lives here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from stapo_lightning.batch import RolloutBatch, TokenScores
-
-# Elements of one chunk of logits: 2**25 float32 values are 128 MiB.
-CHUNK_ELEMENTS = 2**25
+from stapo_lightning.linear_scores import LinearHead, score_linear
+from stapo_lightning.softmax import Tally, gradient_, tally_
 
 Head = Callable[[Tensor], Tensor]
 Backbone = Callable[[Tensor, Tensor], Tensor]
+
+
+# Logits of one chunk of tokens: 128 MiB in float32. Each chunk costs a gradient of the whole head, so not fewer.
+CHUNK_ELEMENTS = 2**25
+
+
+def part_elements(device: torch.device) -> int:
+    """Logits of one part of the vocabulary: on a CPU what its cache holds (8 MiB), elsewhere what keeps it busy."""
+    return 2**21 if device.type == "cpu" else 2**25
 
 
 def score_logits(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -30,18 +41,39 @@ def score_logits(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Te
         temperature: > 0; the logits are divided by it before anything else.
 
     Returns:
-        log_probs [M] with a graph; entropy [M] (nats) and collision [M] without one.
+        log_probs [M] and entropy [M] (nats) with a graph; collision [M] without one.
 
     """
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    log_p = torch.log_softmax(logits / temperature, dim=-1)
-    log_probs = log_p.gather(-1, tokens[:, None]).squeeze(-1)
-    with torch.no_grad():
-        p = log_p.exp()
-        # p log p -> 0 as p -> 0; where p is 0 the logarithm may be -inf and 0 * -inf is nan.
-        entropy = -(p * log_p.masked_fill(p == 0, 0.0)).sum(-1)
-        collision = p.square().sum(-1)
-    return log_probs, entropy, collision
+    return _LogitScores.apply(logits, tokens, temperature)
+
+
+class _LogitScores(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+        z = _widened(logits, temperature)
+        z_of_token = z.gather(-1, tokens[:, None])[:, 0]
+        tally = tally_(z)
+        ctx.save_for_backward(logits, tokens, tally.peak, tally.total, tally.moment, tally.square)
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)
+        collision = tally.collision()
+        ctx.mark_non_differentiable(collision)
+        return tally.log_probs(z_of_token), tally.entropy(), collision
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, by_log_prob: Tensor | None, by_entropy: Tensor | None, _: None) -> tuple[Tensor, None, None]:
+        logits, tokens, *sums = ctx.saved_tensors
+        by_log_prob, by_entropy = (g if g is None else g / ctx.temperature for g in (by_log_prob, by_entropy))
+        gradient = gradient_(_widened(logits, ctx.temperature), Tally(*sums), by_log_prob, by_entropy)
+        if by_log_prob is not None:
+            gradient.scatter_add_(1, tokens[:, None], by_log_prob[:, None])
+        return gradient.to(logits.dtype), None, None
+
+
+def _widened(logits: Tensor, temperature: float) -> Tensor:
+    """Logits / temperature in memory of their own."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True).div_(temperature)
 
 
 def score_hidden(
@@ -97,7 +129,7 @@ def score(batch: RolloutBatch, backbone: Backbone, head: Head, vocab_size: int) 
         vocab_size: V; sets how many tokens a chunk holds.
 
     Returns:
-        [n, T] scores, 0 at padding; the log-probs carry the graph where gradients are enabled.
+        [n, T] scores, 0 at padding; log-probs and entropy carry the graph where gradients are enabled.
 
     """
     mask = batch.completion_mask
@@ -106,6 +138,10 @@ def score(batch: RolloutBatch, backbone: Backbone, head: Head, vocab_size: int) 
     # The state one place before a token predicts it.
     predicting = hidden[row, batch.prompt_lengths[row] + step - 1]
     tokens = batch.completion_ids[row, step]
-    flat = score_hidden(predicting, tokens, head, batch.temperature, max(1, CHUNK_ELEMENTS // vocab_size))
+    if isinstance(head, LinearHead):
+        columns = max(1, part_elements(predicting.device) // len(tokens))
+        flat = score_linear(predicting, tokens, head, batch.temperature, columns)
+    else:
+        flat = score_hidden(predicting, tokens, head, batch.temperature, max(1, CHUNK_ELEMENTS // vocab_size))
     log_probs, entropy, collision = (values.new_zeros(mask.shape).index_put((row, step), values) for values in flat)
     return TokenScores(log_probs, entropy, collision)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from stapo_lightning.linear_scores import LinearHead
 from stapo_lightning.scoring import join_sequences, score, score_hidden, score_logits
 from tests.builders import rollout_batch
 
@@ -53,10 +54,25 @@ def test_gradient_beside_an_impossible_token():
     assert logits.grad.tolist() == [[0.5, -0.5, 0.0]]
 
 
-def test_only_log_probs_carry_a_graph():
+def test_only_log_probs_and_entropy_carry_a_graph():
     logits = torch.zeros(2, 3, requires_grad=True)
     log_probs, entropy, collision = score_logits(logits, torch.tensor([0, 1]), 1.0)
-    assert log_probs.requires_grad and not entropy.requires_grad and not collision.requires_grad
+    assert log_probs.requires_grad and entropy.requires_grad and not collision.requires_grad
+
+
+def test_gradients_of_log_probs_and_entropy():
+    logits = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    tokens = torch.tensor([0, 4, 2, 2])
+    assert torch.autograd.gradcheck(lambda z: score_logits(z, tokens, 0.7)[:2], (logits,))
+
+
+def test_gradient_of_the_entropy():
+    # p = 3/4, 1/4, 0: dH / dz = -p (log p + H), with H = 0.562335: -3/4 (-0.287682 + H) and -1/4 (-1.386294 + H).
+    logits = torch.tensor([[math.log(3), 0.0, -INF]], requires_grad=True)
+    entropy = score_logits(logits, torch.tensor([0]), 1.0)[1]
+    assert entropy.item() == pytest.approx(0.562335, abs=1e-6)
+    entropy.backward()
+    assert logits.grad[0].tolist() == pytest.approx([-0.205990, 0.205990, 0.0], abs=1e-6)
 
 
 def test_half_precision_is_widened_first():
@@ -111,10 +127,10 @@ def test_chunks_change_neither_values_nor_gradients(chunk):
 def test_gradcheck():
     hidden, tokens, _, head = _hidden(rows=3, width=2, vocabulary=4)
 
-    def log_probs(hidden, weight):
-        return score_hidden(hidden, tokens, lambda chunk: chunk @ weight.T, 0.7, 2)[0]
+    def scores(hidden, weight):
+        return score_hidden(hidden, tokens, lambda chunk: chunk @ weight.T, 0.7, 2)[:2]
 
-    assert torch.autograd.gradcheck(log_probs, (hidden, head.weight))
+    assert torch.autograd.gradcheck(scores, (hidden, head.weight))
 
 
 def test_no_call_of_the_head_sees_more_than_a_chunk():
@@ -182,9 +198,11 @@ def _naive(model, prompt, completion, temperature):
 
 
 @pytest.mark.parametrize("vocab_size", [13, 2**25], ids=["one chunk", "a chunk for each token"])
-def test_score_is_the_naive_computation(vocab_size):
+@pytest.mark.parametrize("linear", [False, True], ids=["any head", "linear head"])
+def test_score_is_the_naive_computation(linear, vocab_size):
     model, batch = CausalDouble(), _sequences()
-    scores = score(batch, model, model.head, vocab_size)
+    head = LinearHead(model.head.weight, model.head.bias) if linear else model.head
+    scores = score(batch, model, head, vocab_size)
     total = 0.0
     for row, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
         expected = _naive(model, prompt, completion, 0.7)
