@@ -6,13 +6,13 @@ import inspect
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
 
 from stapo_lightning.batch import Completions, PromptBatch, pad_rows
 from stapo_lightning.errors import bounded
 from stapo_lightning.models import rollout_mode
 from stapo_lightning.randomness import uniform
 from stapo_lightning.rollout.engine import RolloutEngine, Sampling, Vocabulary
+from stapo_lightning.rollout.growing_cache import growing_cache
 
 # Finished rows leave the batch once this share of it has finished: each departure copies the cache.
 COMPACT_SHARE = 0.2
@@ -131,12 +131,12 @@ def _generate(
     device = prompt_ids.device
     n, group_size = len(streams), len(streams) // len(prompt_ids)
     end_ids = torch.tensor(vocabulary.end_ids, device=device)
-    cache = DynamicCache(config=policy.config)
     # The argument's name in newer and in older releases of transformers.
     cache_name = "cache" if "cache" in inspect.signature(policy.forward).parameters else "past_key_values"
 
     ids, mask = _left_padded(prompt_ids, prompt_lengths)
     padded = not bool(mask.all())
+    cache = growing_cache(policy.config, ids.shape[1] + sampling.max_new_tokens)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     logits = policy(
         input_ids=ids,

@@ -1,0 +1,151 @@
+"""Ours against TRL 1.16's GRPOTrainer: wall time of an update and peak memory, side by side on the same two cores.
+
+    python -m venv .bench && .bench/bin/pip install -e ".[bench]"
+    .bench/bin/python -m tests.benchmarks.versus_trl                       # all settings
+    .bench/bin/python -m tests.benchmarks.versus_trl --settings tiny --repetitions 5
+    .bench/bin/python -m tests.benchmarks.versus_trl --profile smollm2     # where our time goes
+
+Both train the same float32 policy with random weights on the same prompts, reward, loss (token mean, clip-higher, no
+KL), optimiser (fused AdamW, gradients clipped at norm 1) and two threads, one update a rollout, the whole update in
+one forward and backward. Processes run one after another, TRL, ours, ours with S2T, TRL, ... Each gives the median of
+its updates after the first ones; a ratio is the median over repetitions of neighbours. Memory is ru_maxrss of the
+process, imports and weights included. Before that, both must give the same loss and gradient on one frozen batch.
+
+TRL has its fastest settings for a CPU: see run_trl.py. Tried and slower: cache_implementation="static", which masks
+the whole length at every step, and continuous batching.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.settings import SETTINGS, THREADS, make_policy, median
+
+ROOT = Path(__file__).parents[2]
+TRAINERS = ("trl", "ours", "ours+s2t")
+TOLERANCE = 1e-5  # of the loss on the frozen batch
+
+
+def child(setting: str, trainer: str, policies: Path, **changes: Any) -> dict[str, Any]:
+    """What a fresh process measured."""
+    command = [
+        sys.executable, "-m", "tests.benchmarks.versus_trl", "--child", trainer, "--settings", setting,
+        "--policies", str(policies), "--changes", json.dumps(changes),
+    ]  # fmt: skip
+    threads = {"OMP_NUM_THREADS": str(THREADS), "MKL_NUM_THREADS": str(THREADS)}
+    environment = os.environ | threads | {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{trainer} on {setting}:\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measured(name: str, trainer: str, policies: Path, changes: dict[str, Any]) -> dict[str, Any]:
+    """One run in this process: median seconds and tokens of an update, seconds of its parts, peak memory."""
+    import torch
+
+    torch.set_num_threads(THREADS)
+    setting = SETTINGS[name].changed(**changes)
+    policy = make_policy(setting, policies)
+    if trainer == "trl":
+        from tests.benchmarks import run_trl
+
+        result = run_trl.run(setting, policy)
+    else:
+        from tests.benchmarks import run_ours
+
+        result = run_ours.run(setting, policy, silence=trainer == "ours+s2t")
+    timed = slice(setting.warmup - 1, None)  # the list starts with the second update
+    return {
+        "seconds": median(result["seconds"][timed]),
+        "tokens": sum(result["tokens"][timed]) / len(result["tokens"][timed]),
+        "parts": {part: median(values[timed]) for part, values in result["parts"].items()},
+        "bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def versus(name: str, repetitions: int, policies: Path) -> None:
+    """Runs the processes of one setting in turn and prints their ratios."""
+    runs: dict[str, list[dict[str, Any]]] = {trainer: [] for trainer in TRAINERS}
+    for _ in range(repetitions):
+        for trainer in TRAINERS:
+            runs[trainer].append(child(name, trainer, policies))
+    for trainer, results in runs.items():
+        ratios = {
+            key: [r[key] / t[key] for r, t in zip(results, runs["trl"], strict=True)]
+            for key in ("seconds", "tokens", "bytes")
+        }
+        ratios["per_token"] = [s / t for s, t in zip(ratios["seconds"], ratios["tokens"], strict=True)]
+        parts = " ".join(
+            f"{part} {median([r['parts'][part] / r['seconds'] for r in results]):.1%}" for part in results[0]["parts"]
+        )
+        print(
+            f"{name:10} {trainer:9} time {median(ratios['seconds']):.3f}"
+            f" [{min(ratios['seconds']):.3f}, {max(ratios['seconds']):.3f}]"
+            f"   per token {median(ratios['per_token']):.3f}"
+            f"   memory {median(ratios['bytes']):.3f}"
+            f"   tokens/update {median([r['tokens'] for r in results]):,.0f}"
+            f"   of its time: {parts}",
+            flush=True,
+        )
+
+
+def agree(name: str, policies: Path) -> dict[str, float]:
+    """Both losses and gradients on one frozen batch, whose old log-probs lie beside the current ones."""
+    import torch
+
+    from tests.benchmarks import run_ours, run_trl
+    from tests.benchmarks.frozen import frozen_batch, for_trl
+
+    torch.set_num_threads(THREADS)
+    setting = SETTINGS[name]
+    policy = make_policy(setting, policies)
+    batch = frozen_batch(setting, policy)
+    ours, our_gradient, clipped = run_ours.frozen_loss(policy, batch)
+    theirs, their_gradient = run_trl.frozen_loss(policy, setting, for_trl(batch))
+    return {
+        "ours": ours,
+        "trl": theirs,
+        "gradient": float((our_gradient - their_gradient).norm() / their_gradient.norm()),
+        "clipped": clipped,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--policies", type=Path, help="keeps the policies in this folder")
+    parser.add_argument("--child", choices=[*TRAINERS, "agree"], help=argparse.SUPPRESS)
+    parser.add_argument("--changes", type=json.loads, default={}, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child == "agree":
+        print(json.dumps(agree(options.settings[0], options.policies)))
+        return
+    if options.child:
+        print(json.dumps(measured(options.settings[0], options.child, options.policies, options.changes)))
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        policies = options.policies or Path(temporary)
+        for name in options.settings:
+            found = child(name, "agree", policies)
+            print(
+                f"{name:10} loss on a frozen batch: ours {found['ours']:.8f}, TRL {found['trl']:.8f};"
+                f" gradients differ by {found['gradient']:.1e} of their norm; {found['clipped']:.1%} of tokens clipped",
+                flush=True,
+            )
+            if not abs(found["ours"] - found["trl"]) <= TOLERANCE:
+                raise SystemExit("the two losses differ: what follows would not compare the same work")
+            versus(name, options.repetitions, policies)
+
+
+if __name__ == "__main__":
+    main()
