@@ -21,7 +21,7 @@ from stapo_lightning.rewards import FunctionReward
 from stapo_lightning.rollout import Sampling
 from stapo_lightning.schedule import ConstantWithWarmup
 from stapo_lightning.scoring import score
-from tests.benchmarks.settings import CLIP_HIGH, CLIP_LOW, LEARNING_RATE, Setting, coin
+from tests.benchmarks.settings import CLIP_HIGH, CLIP_LOW, LEARNING_RATE, Setting, coin, differences
 
 PARTS = ("rollout", "reward", "score", "update")
 
@@ -31,11 +31,13 @@ class Clock(L.Callback):
 
     def __init__(self) -> None:
         self.ends: list[float] = []
+        self.cpu: list[float] = []
         self.tokens: list[int] = []
         self.parts: dict[str, list[float]] = {name: [] for name in PARTS}
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.ends.append(time.perf_counter())
+        self.cpu.append(time.process_time())
         self.tokens.append(int(batch.completion_lengths.sum()))
         for name, values in self.parts.items():
             values.append(float(trainer.callback_metrics[f"time/{name}_s"]))
@@ -89,7 +91,8 @@ def run(setting: Setting, policy: Path, silence: bool) -> dict[str, Any]:
     # time/update_s holds time/score_s.
     clock.parts["update"] = [u - s for u, s in zip(clock.parts["update"], clock.parts["score"], strict=True)]
     return {
-        "seconds": [after - before for before, after in zip(clock.ends, clock.ends[1:], strict=False)],
+        "seconds": differences(clock.ends),
+        "cpu_seconds": differences(clock.cpu),
         "tokens": clock.tokens[1:],
         "parts": {name: values[1:] for name, values in clock.parts.items()},
     }

@@ -12,7 +12,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from tests.benchmarks.settings import CLIP_HIGH, CLIP_LOW, LEARNING_RATE, Setting, coin, prompt_texts
+from tests.benchmarks.settings import CLIP_HIGH, CLIP_LOW, LEARNING_RATE, Setting, coin, differences, prompt_texts
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
@@ -71,9 +71,11 @@ class Clock(TrainerCallback):
 
     def __init__(self) -> None:
         self.ends: list[float] = []
+        self.cpu: list[float] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.ends.append(time.perf_counter())
+        self.cpu.append(time.process_time())
 
 
 def run(setting: Setting, policy: Path) -> dict[str, Any]:
@@ -93,7 +95,8 @@ def run(setting: Setting, policy: Path) -> dict[str, Any]:
         u - r - w for u, r, w in zip(parts["update"], parts["rollout"], parts["reward"], strict=True)
     ]
     return {
-        "seconds": [after - before for before, after in zip(clock.ends, clock.ends[1:], strict=False)],
+        "seconds": differences(clock.ends),
+        "cpu_seconds": differences(clock.cpu),
         "tokens": tokens[1:],
         "parts": {name: values[1:] for name, values in parts.items()},
     }

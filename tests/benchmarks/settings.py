@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import zlib
 from collections.abc import Sequence
@@ -136,3 +137,8 @@ def median(values: Sequence[float]) -> float:
     ordered = sorted(values)
     middle = len(ordered) // 2
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def differences(times: Sequence[float]) -> list[float]:
+    """What lies between neighbours."""
+    return [after - before for before, after in itertools.pairwise(times)]

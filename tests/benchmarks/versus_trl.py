@@ -40,7 +40,7 @@ def child(setting: str, trainer: str, policies: Path, **changes: Any) -> dict[st
         sys.executable, "-m", "tests.benchmarks.versus_trl", "--child", trainer, "--settings", setting,
         "--policies", str(policies), "--changes", json.dumps(changes),
     ]  # fmt: skip
-    threads = {"OMP_NUM_THREADS": str(THREADS), "MKL_NUM_THREADS": str(THREADS)}
+    threads = {"OMP_NUM_THREADS": str(THREADS), "OMP_WAIT_POLICY": "passive"}
     environment = os.environ | threads | {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode:
@@ -66,6 +66,7 @@ def measured(name: str, trainer: str, policies: Path, changes: dict[str, Any]) -
     timed = slice(setting.warmup - 1, None)  # the list starts with the second update
     return {
         "seconds": median(result["seconds"][timed]),
+        "cpu_seconds": median(result["cpu_seconds"][timed]),
         "tokens": sum(result["tokens"][timed]) / len(result["tokens"][timed]),
         "parts": {part: median(values[timed]) for part, values in result["parts"].items()},
         "bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -81,7 +82,7 @@ def versus(name: str, repetitions: int, policies: Path) -> None:
     for trainer, results in runs.items():
         ratios = {
             key: [r[key] / t[key] for r, t in zip(results, runs["trl"], strict=True)]
-            for key in ("seconds", "tokens", "bytes")
+            for key in ("seconds", "cpu_seconds", "tokens", "bytes")
         }
         ratios["per_token"] = [s / t for s, t in zip(ratios["seconds"], ratios["tokens"], strict=True)]
         parts = " ".join(
@@ -90,6 +91,7 @@ def versus(name: str, repetitions: int, policies: Path) -> None:
         print(
             f"{name:10} {trainer:9} time {median(ratios['seconds']):.3f}"
             f" [{min(ratios['seconds']):.3f}, {max(ratios['seconds']):.3f}]"
+            f"   CPU time {median(ratios['cpu_seconds']):.3f}"
             f"   per token {median(ratios['per_token']):.3f}"
             f"   memory {median(ratios['bytes']):.3f}"
             f"   tokens/update {median([r['tokens'] for r in results]):,.0f}"
