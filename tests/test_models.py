@@ -27,6 +27,7 @@ ARCHITECTURES = {
     "multiplied": (CohereConfig(**SIZES, logit_scale=0.5), 0.5, None),
 }
 IDS = torch.tensor([[3, 1, 4, 1, 5]])
+LENGTHS = torch.tensor([5])
 
 
 @pytest.mark.parametrize(("config", "scale", "cap"), ARCHITECTURES.values(), ids=ARCHITECTURES)
@@ -36,7 +37,7 @@ def test_scale_and_cap_of_an_architecture(config, scale, cap):
         model = AutoModelForCausalLM.from_config(config).eval()
     head = output_head(model)
     assert (head.scale, head.cap) == (scale, cap)
-    torch.testing.assert_close(head(backbone(model)(IDS)), model(IDS).logits, atol=1e-6, rtol=0)
+    torch.testing.assert_close(head(backbone(model)(IDS, LENGTHS)), model(IDS).logits, atol=1e-6, rtol=0)
 
 
 class Adapted(nn.Linear):
@@ -48,7 +49,7 @@ class Adapted(nn.Linear):
 
 def test_only_a_plain_layer_is_taken_apart():
     model = tiny_qwen3()
-    hidden = backbone(model)(IDS)
+    hidden = backbone(model)(IDS, LENGTHS)
     plain = output_head(model)
     assert isinstance(plain, LinearHead) and plain.weight is model.lm_head.weight
     adapted = Adapted(16, 20, bias=False)

@@ -50,6 +50,7 @@ def rollout(tmp_path_factory):
     assert (batch.advantages > 0).any()
     noise = torch.rand(batch.old_log_probs.shape, generator=torch.Generator().manual_seed(0)) - 0.5
     batch.old_log_probs = torch.where(batch.completion_mask, batch.old_log_probs + 0.5 * noise, 0.0)
+    batch.old_entropy = batch.old_collision = None  # what the engine recorded is true of the policy that sampled only
     return batch
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +53,24 @@ def draw(log_p: Tensor, uniforms: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, target, right=True).squeeze(-1)
 
 
-def sample_tokens(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+class Drawn(NamedTuple):
+    """One token a row, and what the policy said of it at the temperature (at 1 for greedy), before top-p and top-k.
+
+    Attributes:
+        tokens: [B].
+        log_probs: [B].
+        entropy: [B] of the distribution, nats.
+        collision: [B] sum of its squared probabilities.
+
+    """
+
+    tokens: Tensor
+    log_probs: Tensor
+    entropy: Tensor
+    collision: Tensor
+
+
+def sample_tokens(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Drawn:
     """Draws one token a row.
 
     Args:
@@ -60,16 +78,20 @@ def sample_tokens(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple
         uniforms: [B] float64 in [0, 1); unused by greedy decoding.
         sampling: Temperature, top-p, top-k.
 
-    Returns:
-        tokens [B] and their log-probs [B] at the temperature (at 1 for greedy), before top-p and top-k.
-
     """
     log_p = torch.log_softmax(logits.float() / (sampling.temperature or 1.0), dim=-1)
     if sampling.temperature == 0:
         tokens = log_p.argmax(-1)
     else:
         tokens = draw(restrict(log_p, sampling.top_p, sampling.top_k), uniforms)
-    return tokens, log_p.gather(-1, tokens[:, None]).squeeze(-1)
+    p = log_p.exp()
+    return Drawn(
+        tokens=tokens,
+        log_probs=log_p.gather(-1, tokens[:, None]).squeeze(-1),
+        # Where p is 0 the logarithm may be -inf, and 0 * -inf is nan.
+        entropy=-(p * log_p.clamp_min(-1000.0)).sum(-1),
+        collision=p.square().sum(-1),
+    )
 
 
 class HFEngine(RolloutEngine):
@@ -110,6 +132,8 @@ class HFEngine(RolloutEngine):
             lengths=torch.cat([p.lengths for p in parts]),
             truncated=torch.cat([p.truncated for p in parts]),
             log_probs=pad_rows([p.log_probs for p in parts]),
+            entropy=pad_rows([p.entropy for p in parts if p.entropy is not None]),
+            collision=pad_rows([p.collision for p in parts if p.collision is not None]),
         )
 
 
@@ -156,7 +180,7 @@ def _generate(
     position = prompt_lengths.repeat_interleave(group_size)[:, None]
 
     emitted = torch.full((n, limit), vocabulary.pad_id, dtype=torch.int64, device=device)
-    log_probs = torch.zeros(n, limit, dtype=torch.float32, device=device)
+    recorded = torch.zeros(3, n, limit, dtype=torch.float32, device=device)  # log-probs, entropy, collision
     lengths = torch.zeros(n, dtype=torch.int64, device=device)
     truncated = torch.zeros(n, dtype=torch.bool, device=device)
     rows = torch.arange(n, device=device)  # which completion each row of the running batch is
@@ -165,9 +189,9 @@ def _generate(
 
     for step in range(limit):
         uniforms = uniform(0, streams, torch.full((), step, dtype=torch.int64, device=device))
-        tokens, step_log_probs = sample_tokens(logits, uniforms, sampling)
+        tokens, *scores = sample_tokens(logits, uniforms, sampling)
         emitted[rows, step] = tokens
-        log_probs[rows, step] = step_log_probs
+        recorded[:, rows, step] = torch.stack(scores)
         lengths[rows] += active
         active = active & ~torch.isin(tokens, end_ids)
         if step == limit - 1:
@@ -193,9 +217,12 @@ def _generate(
 
     longest = int(lengths.max())
     inside = torch.arange(longest, device=device) < lengths[:, None]
+    log_probs, entropy, collision = recorded[:, :, :longest].masked_fill(~inside, 0.0)
     return Completions(
         ids=emitted[:, :longest].masked_fill(~inside, vocabulary.pad_id),
         lengths=lengths,
         truncated=truncated,
-        log_probs=log_probs[:, :longest].masked_fill(~inside, 0.0),
+        log_probs=log_probs,
+        entropy=entropy,
+        collision=collision,
     )

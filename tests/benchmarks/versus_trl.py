@@ -105,7 +105,7 @@ def agree(name: str, policies: Path) -> dict[str, float]:
     import torch
 
     from tests.benchmarks import run_ours, run_trl
-    from tests.benchmarks.frozen import frozen_batch, for_trl
+    from tests.benchmarks.frozen import for_trl, frozen_batch
 
     torch.set_num_threads(THREADS)
     setting = SETTINGS[name]

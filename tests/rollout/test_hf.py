@@ -164,9 +164,19 @@ def test_restrict(top_p, top_k, kept, dtype):
 )
 def test_sample_tokens(sampling, tokens, log_probs):
     logits = torch.tensor([[2.0, 1.0, 0.0]] * 2)
-    found, found_log_probs = sample_tokens(logits, _double([0.1, 0.9]), sampling)
-    assert found.tolist() == tokens
-    assert found_log_probs.tolist() == pytest.approx(log_probs, abs=5e-5)
+    found = sample_tokens(logits, _double([0.1, 0.9]), sampling)
+    assert found.tokens.tolist() == tokens
+    assert found.log_probs.tolist() == pytest.approx(log_probs, abs=5e-5)
+
+
+def test_sample_tokens_records_the_spread_of_the_distribution():
+    # At T = 0.6: entropy 0.5567, collision 0.6915 (test_scoring); two equal tokens beside an impossible one: ln 2, 1/2.
+    found = sample_tokens(torch.tensor([[2.0, 1.0, 0.0], [0.0, 0.0, -INF]]), _double([0.1, 0.1]), Sampling(0.6))
+    assert found.entropy.tolist() == pytest.approx([0.5567, math.log(2)], abs=5e-5)
+    assert found.collision.tolist() == pytest.approx([0.6915, 0.5], abs=5e-5)
+    # Before top-k: the ratio of the loss is to the whole distribution.
+    cut = sample_tokens(torch.tensor([[2.0, 1.0, 0.0]]), _double([0.1]), Sampling(0.6, top_k=1))
+    assert cut.entropy.tolist() == pytest.approx([0.5567], abs=5e-5)
 
 
 def test_sampling_problems():
@@ -232,16 +242,17 @@ def test_completions_of_a_prompt_stand_side_by_side():
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_recorded_log_probs_are_those_of_scoring(temperature):
+def test_recorded_scores_are_those_of_scoring(temperature):
     policy, group_size = tiny_qwen3(), 6
     completions = _generate(policy, PROMPTS, group_size, temperature=temperature, max_new_tokens=24)
     assert completions.lengths.min() < 5 and completions.lengths.max() == 24  # some rows leave the batch, some stay
     batch = _rollout(completions, PROMPTS, group_size, temperature)
     with torch.no_grad():
         scores = score(batch, backbone(policy), output_head(policy), policy.config.vocab_size)
-    torch.testing.assert_close(completions.log_probs, scores.log_probs, atol=1e-5, rtol=0)
+    for name in ("log_probs", "entropy", "collision"):
+        torch.testing.assert_close(getattr(completions, name), getattr(scores, name), atol=1e-5, rtol=0)
+        assert not getattr(completions, name)[~batch.completion_mask].any()
     assert scores.log_probs.min() < math.log(0.01)
-    assert not completions.log_probs[~batch.completion_mask].any()
 
 
 def test_log_probs_under_top_p_are_those_of_the_whole_distribution():
