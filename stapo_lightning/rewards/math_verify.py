@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from stapo_lightning.optional import require
 from stapo_lightning.prompt import Prompt
 from stapo_lightning.rewards.explosive import explosive
 from stapo_lightning.rewards.expressions import equal_expressions
@@ -34,7 +35,15 @@ class MathVerify(Reward):
 
     Nothing a policy writes is evaluated as code. Computer algebra can take for ever: keep data.reward_workers above 0.
     Needs the extra "math".
+
+    Raises:
+        ConfigError: It is not installed.
+
     """
+
+    def __init__(self) -> None:
+        # It is imported by the first comparison that needs it: gold answers are equal as text and would not miss it.
+        require("math_verify", "math", "the reward MathVerify")
 
     def __call__(self, completions: Sequence[Completion]) -> list[float | None]:
         return [float(self._correct(c)) for c in completions]
