@@ -78,6 +78,7 @@ class _Curve:
         return scaled
 
     def pull_back_(self, gradient: Tensor, scaled: Tensor) -> Tensor:
+        """The gradient by x of one by z that is multiplied by `slope` already; `scaled` as `values` left it."""
         return gradient
 
 
@@ -93,7 +94,7 @@ class _Capped(_Curve):
         return scaled.tanh_() * self.ceiling
 
     def pull_back_(self, gradient: Tensor, scaled: Tensor) -> Tensor:
-        return gradient.mul_(scaled.square_().neg_().add_(1.0))  # `values` left the tanh in `scaled`
+        return gradient.mul_(scaled.square_().neg_().add_(1.0))  # `values` left the tanh there
 
 
 class _LinearScores(torch.autograd.Function):
@@ -147,7 +148,7 @@ class _LinearScores(torch.autograd.Function):
                 d_bias[part.rows] = gradient.sum(0)
             gradient = gradient.to(ctx.dtype)
             if d_hidden is not None:
-                _add_product_(d_hidden, gradient, weight[part.rows].to(ctx.dtype))
+                _add_product_(d_hidden, gradient, part.weight)
             if d_weight is not None:
                 _set_product_(d_weight[part.rows], gradient.T, narrow)
         d_hidden = None if d_hidden is None else d_hidden.to(hidden.dtype)
@@ -159,6 +160,7 @@ class _Part:
     """Logits of all tokens for some rows of the head: `scaled` before and `z` after the curve, both [M, C]."""
 
     rows: slice
+    weight: Tensor  # [C, H], in the precision of the products
     scaled: Tensor
     z: Tensor
 
@@ -181,6 +183,7 @@ class _Logits:
         self.wide = torch.promote_types(hidden.dtype, torch.float32)
 
     def new_zeros(self, *shape: int) -> Tensor:
+        """Zeros in float32 or wider."""
         return self.hidden.new_zeros(shape, dtype=self.wide)
 
     def __iter__(self) -> Iterator[_Part]:
@@ -189,10 +192,11 @@ class _Logits:
             rows = slice(start, min(start + self.columns, len(self.weight)))
             width = rows.stop - rows.start
             scaled = memory[: len(self.hidden) * width].view(-1, width)
-            _set_product_(scaled, self.hidden, self.weight[rows].to(self.hidden.dtype).T, self.curve.gain)
+            weight = self.weight[rows].to(self.hidden.dtype)
+            _set_product_(scaled, self.hidden, weight.T, self.curve.gain)
             if self.bias is not None:
                 scaled.add_(self.bias[rows], alpha=self.curve.gain)
-            yield _Part(rows, scaled, self.curve.values(scaled))
+            yield _Part(rows, weight, scaled, self.curve.values(scaled))
 
 
 def _set_product_(into: Tensor, left: Tensor, right: Tensor, gain: float = 1.0) -> None:

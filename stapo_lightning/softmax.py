@@ -73,7 +73,7 @@ def merge(left: Tally, right: Tally) -> Tally:
 
 def _moved(tally: Tally, peak: Tensor) -> Tally:
     """The same sums relative to another, larger peak."""
-    shift = (tally.peak - peak).clamp_min_(_FLOOR)
+    shift = tally.peak - peak
     weight = shift.exp()
     # exp(z - peak') (z - peak') = exp(shift) exp(z - peak) (z - peak + shift)
     moment = weight * (tally.moment + shift * tally.total)

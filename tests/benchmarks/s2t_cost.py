@@ -98,7 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--completions", type=int, default=64)
-    parser.add_argument("--length", type=int, nargs="+", default=[255, 63], help="tokens, one number for each model")
+    parser.add_argument("--length", type=int, nargs="+", default=[255, 31], help="tokens, one number for each model")
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
     torch.manual_seed(0)

@@ -5,7 +5,7 @@
 
 Each measurement is a process of its own, and the variants take turns. Extra memory is the highest resident set size of
 that process less what it had reached with the inputs in memory (getrusage, so Linux); the gradients of hidden states
-and head are part of it in every variant. The full size needs 16 GB of free memory and an otherwise idle machine.
+and head are part of it in every variant. The full size needs 10 GB of free memory.
 """
 
 import argparse
@@ -37,10 +37,17 @@ class Inputs:
 @dataclass
 class Measurement:
     seconds: float
+    cpu_seconds: float  # over all threads: what other work on the machine disturbs least, with one thread
     extra_gigabytes: float
     log_prob: float  # mean
     entropy: float  # mean
     gradient: float  # norm of the head's
+
+    def row(self, variant: str) -> str:
+        return (
+            f"{variant:15s}   {self.seconds:7.2f}   {self.cpu_seconds:11.2f}   {self.extra_gigabytes:8.3f}"
+            f"   {self.log_prob:13.6f}   {self.entropy:12.6f}   {self.gradient:13.6f}"
+        )
 
 
 def naive(inputs: Inputs) -> Scores:
@@ -78,6 +85,7 @@ VARIANTS: dict[str, Callable[[Inputs], Scores]] = {
     "in_parts": in_parts,
     "in_chunks": in_chunks,
 }
+WHOLE = {"naive", "log_probs_alone"}  # what the others are compared with
 
 
 def make_inputs(tokens: int, hidden: int, vocabulary: int) -> Inputs:
@@ -103,12 +111,12 @@ def measure(variant: str, tokens: int, hidden: int, vocabulary: int, threads: in
     forward_and_backward(variant, make_inputs(64, 64, 512))  # threads and kernels are set up
     inputs = make_inputs(tokens, hidden, vocabulary)
     before = highest_resident_gigabytes()
-    started = time.perf_counter()
+    started, cpu_started = time.perf_counter(), time.process_time()
     log_probs, entropy, _ = forward_and_backward(variant, inputs)
-    seconds = time.perf_counter() - started
+    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
     extra = highest_resident_gigabytes() - before
     gradient = torch.linalg.vector_norm(inputs.weight.grad).item()
-    return Measurement(seconds, extra, log_probs.mean().item(), entropy.mean().item(), gradient)
+    return Measurement(seconds, cpu_seconds, extra, log_probs.mean().item(), entropy.mean().item(), gradient)
 
 
 def main() -> None:
@@ -123,24 +131,24 @@ def main() -> None:
     size = (arguments.tokens, arguments.hidden, arguments.vocabulary, arguments.threads)
 
     print("tokens {}, hidden {}, vocabulary {}, threads {}, float32".format(*size))
-    print("variant           seconds   extra GB   mean log-prob   mean entropy   gradient norm", flush=True)
+    print("variant           seconds   CPU seconds   extra GB   mean log-prob   mean entropy   gradient norm")
     found: dict[str, list[Measurement]] = {variant: [] for variant in arguments.variants}
     with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as fresh_process:
         for _ in range(arguments.repeats):
             for variant in arguments.variants:
                 one = fresh_process.submit(measure, variant, *size).result()
                 found[variant].append(one)
-                print(
-                    f"{variant:15s}   {one.seconds:7.2f}   {one.extra_gigabytes:8.3f}   {one.log_prob:13.6f}"
-                    f"   {one.entropy:12.6f}   {one.gradient:13.6f}",
-                    flush=True,
-                )
-    for base in (name for name in ("naive", "log_probs_alone") if name in found):
-        for variant in (name for name in found if name not in ("naive", "log_probs_alone")):
+                print(one.row(variant), flush=True)
+    for base in sorted(WHOLE & found.keys()):
+        for variant in sorted(found.keys() - WHOLE):
             pairs = list(zip(found[variant], found[base], strict=True))
-            slower = median(ours.seconds / theirs.seconds for ours, theirs in pairs)
+            time_ratio = median(ours.seconds / theirs.seconds for ours, theirs in pairs)
+            cpu_ratio = median(ours.cpu_seconds / theirs.cpu_seconds for ours, theirs in pairs)
             smaller = median(theirs.extra_gigabytes / ours.extra_gigabytes for ours, theirs in pairs)
-            print(f"{variant} against {base}: {slower:.2f} times the time, 1/{smaller:.1f} of the extra memory")
+            print(
+                f"{variant} against {base}: {time_ratio:.2f} times the time ({cpu_ratio:.2f} times the CPU time),"
+                f" 1/{smaller:.1f} of the extra memory"
+            )
 
 
 if __name__ == "__main__":
