@@ -13,10 +13,10 @@ import torch
 
 from stapo_lightning.batch import RolloutBatch
 from stapo_lightning.data import ArithmeticPrompts, RolloutDataModule
+from stapo_lightning.distributed import Ranks
 from stapo_lightning.models import backbone, load_causal_lm, output_head
 from stapo_lightning.module import StapoModule
 from stapo_lightning.objective import S2T, Clipped, KeepAll, TokenMean, policy_loss
-from stapo_lightning.distributed import Ranks
 from stapo_lightning.rewards import FunctionReward
 from stapo_lightning.rollout import Sampling
 from stapo_lightning.schedule import ConstantWithWarmup

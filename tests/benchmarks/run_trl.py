@@ -91,9 +91,7 @@ def run(setting: Setting, policy: Path) -> dict[str, Any]:
         running.train()
     tokens = [sum(map(len, completion_ids)) for _, completion_ids, *_ in rollouts]
     # TRL samples inside of its training step.
-    parts["update"] = [
-        u - r - w for u, r, w in zip(parts["update"], parts["rollout"], parts["reward"], strict=True)
-    ]
+    parts["update"] = [u - r - w for u, r, w in zip(parts["update"], parts["rollout"], parts["reward"], strict=True)]
     return {
         "seconds": differences(clock.ends),
         "cpu_seconds": differences(clock.cpu),

@@ -11,8 +11,8 @@ one forward and backward. Processes run one after another, TRL, ours, ours with 
 its updates after the first ones; a ratio is the median over repetitions of neighbours. Memory is ru_maxrss of the
 process, imports and weights included. Before that, both must give the same loss and gradient on one frozen batch.
 
-TRL has its fastest settings for a CPU: see run_trl.py. Tried and slower: cache_implementation="static", which masks
-the whole length at every step, and continuous batching.
+TRL has its fastest settings for a CPU: see run_trl.py. Waiting threads sleep (OMP_WAIT_POLICY=passive) in both, and
+beside wall time stands the CPU time of the process, which other work on the machine disturbs less.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def agree(name: str, policies: Path) -> dict[str, float]:
     import torch
 
     from tests.benchmarks import run_ours, run_trl
-    from tests.benchmarks.frozen import frozen_batch, for_trl
+    from tests.benchmarks.frozen import for_trl, frozen_batch
 
     torch.set_num_threads(THREADS)
     setting = SETTINGS[name]
