@@ -22,22 +22,18 @@ def test_it_holds_what_transformers_own_cache_holds():
     for step in range(tokens):
         found, expected = (cache.update(*_states(rows, 1, seed=1 + step), 0) for cache in caches)
         assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
-        if step in (3, 70, 100):
+        if step in (3, 70):
             rows -= 2
-            kept = torch.tensor([0, 2, 3, 5][:rows])
             for cache in caches:
-                cache.batch_select_indices(kept)
-            if rows == 2:
-                break
+                cache.batch_select_indices(torch.tensor([0, 2, 3, 5][:rows]))
     assert caches[0].get_seq_length() == caches[1].get_seq_length()
 
 
 def test_a_token_is_written_in_place():
     cache = growing_cache(tiny_qwen3_config(), 200)
-    for step in range(8):
-        keys, _ = cache.update(*_states(2, 1, seed=step), 0)
-        place = place if step > 1 else keys.data_ptr()
-        assert keys.data_ptr() == place or step == 0
+    cache.update(*_states(2, 5, seed=0), 0)
+    places = {cache.update(*_states(2, 1, seed=step), 0)[0].data_ptr() for step in range(1, 9)}
+    assert len(places) == 1
 
 
 def test_room_ends_at_the_limit():
