@@ -47,7 +47,9 @@ def draw(log_p: Tensor, uniforms: Tensor) -> Tensor:
     Float64, since the tokens that STAPO is about sit in the tail: a float32 sum over a large vocabulary rounds away
     probabilities below about 1e-7 and shifts its neighbours.
     """
-    cumulative = log_p.double().exp().cumsum(-1)
+    # In place: over a large vocabulary each new tensor would cost more than what is computed in it.
+    cumulative = log_p.to(torch.float64, copy=True).exp_()
+    torch.cumsum(cumulative, -1, out=cumulative)
     total = cumulative[:, -1:]
     target = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cumulative, target, right=True).squeeze(-1)
@@ -79,7 +81,10 @@ def sample_tokens(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Drawn
         sampling: Temperature, top-p, top-k.
 
     """
-    log_p = torch.log_softmax(logits.float() / (sampling.temperature or 1.0), dim=-1)
+    logits = logits.float()
+    if sampling.temperature not in (0, 1):
+        logits = logits / sampling.temperature
+    log_p = torch.log_softmax(logits, dim=-1)
     if sampling.temperature == 0:
         tokens = log_p.argmax(-1)
     else:

@@ -1,4 +1,4 @@
-"""The settings that are timed, and the policy of each: random weights in a known shape, with a tokenizer beside them."""
+"""The settings that are timed, and the policy of each: random weights in a known shape, with a tokenizer of it."""
 
 from __future__ import annotations
 

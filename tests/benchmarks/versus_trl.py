@@ -3,7 +3,6 @@
     python -m venv .bench && .bench/bin/pip install -e ".[bench]"
     .bench/bin/python -m tests.benchmarks.versus_trl                       # all settings
     .bench/bin/python -m tests.benchmarks.versus_trl --settings tiny --repetitions 5
-    .bench/bin/python -m tests.benchmarks.versus_trl --profile smollm2     # where our time goes
 
 Both train the same float32 policy with random weights on the same prompts, reward, loss (token mean, clip-higher, no
 KL), optimiser (fused AdamW, gradients clipped at norm 1) and two threads, one update a rollout, the whole update in
@@ -11,8 +10,8 @@ one forward and backward. Processes run one after another, TRL, ours, ours with 
 its updates after the first ones; a ratio is the median over repetitions of neighbours. Memory is ru_maxrss of the
 process, imports and weights included. Before that, both must give the same loss and gradient on one frozen batch.
 
-TRL has its fastest settings for a CPU: see run_trl.py. Tried and slower: cache_implementation="static", which masks
-the whole length at every step, and continuous batching.
+TRL has its fastest settings for a CPU: see run_trl.py. Waiting threads sleep (OMP_WAIT_POLICY=passive) in both, and
+beside wall time stands the CPU time of the process, which other work on the machine disturbs less.
 """
 
 from __future__ import annotations
@@ -52,33 +51,45 @@ def measured(name: str, trainer: str, policies: Path, changes: dict[str, Any]) -
     """One run in this process: median seconds and tokens of an update, seconds of its parts, peak memory."""
     import torch
 
+    from tests.benchmarks.flops import matrix_peak, update_flops
+
     torch.set_num_threads(THREADS)
     setting = SETTINGS[name].changed(**changes)
     policy = make_policy(setting, policies)
     if trainer == "trl":
         from tests.benchmarks import run_trl
 
+        before = _peak_bytes()
         result = run_trl.run(setting, policy)
     else:
         from tests.benchmarks import run_ours
 
+        before = _peak_bytes()
         result = run_ours.run(setting, policy, silence=trainer == "ours+s2t")
+    peak_bytes = _peak_bytes()
     timed = slice(setting.warmup - 1, None)  # the list starts with the second update
     return {
         "seconds": median(result["seconds"][timed]),
         "cpu_seconds": median(result["cpu_seconds"][timed]),
         "tokens": sum(result["tokens"][timed]) / len(result["tokens"][timed]),
         "parts": {part: median(values[timed]) for part, values in result["parts"].items()},
-        "bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "bytes": peak_bytes,
+        "bytes_of_imports": before,
+        "update_flops": update_flops(setting, policy),
+        "peak_flops": matrix_peak(),
     }
 
 
-def versus(name: str, repetitions: int, policies: Path) -> None:
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def versus(name: str, repetitions: int, policies: Path, changes: dict[str, Any]) -> None:
     """Runs the processes of one setting in turn and prints their ratios."""
     runs: dict[str, list[dict[str, Any]]] = {trainer: [] for trainer in TRAINERS}
     for _ in range(repetitions):
         for trainer in TRAINERS:
-            runs[trainer].append(child(name, trainer, policies))
+            runs[trainer].append(child(name, trainer, policies, **changes))
     for trainer, results in runs.items():
         ratios = {
             key: [r[key] / t[key] for r, t in zip(results, runs["trl"], strict=True)]
@@ -125,6 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--updates", type=int, help="timed updates of each process")
     parser.add_argument("--policies", type=Path, help="keeps the policies in this folder")
     parser.add_argument("--child", choices=[*TRAINERS, "agree"], help=argparse.SUPPRESS)
     parser.add_argument("--changes", type=json.loads, default={}, help=argparse.SUPPRESS)
@@ -146,7 +158,7 @@ def main() -> None:
             )
             if not abs(found["ours"] - found["trl"]) <= TOLERANCE:
                 raise SystemExit("the two losses differ: what follows would not compare the same work")
-            versus(name, options.repetitions, policies)
+            versus(name, options.repetitions, policies, {"updates": options.updates} if options.updates else {})
 
 
 if __name__ == "__main__":
