@@ -21,7 +21,7 @@ def reward(completions: list[str], **_: Any) -> list[float]:
 
 
 def trainer(setting: Setting, policy: Path, folder: str, callbacks: list[TrainerCallback]) -> GRPOTrainer:
-    """TRL as fast as its settings make it on a CPU: one forward and backward an update, sampling log-probs not scored
+    """TRL set for speed on a CPU: one forward and backward an update, sampling log-probs not scored
     a second time (it leaves them out where updates and rollouts are aligned), no reference, no logging, no saving."""
     config = GRPOConfig(
         output_dir=folder,

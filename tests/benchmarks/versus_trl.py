@@ -10,7 +10,8 @@ one forward and backward. Processes run one after another, TRL, ours, ours with 
 its updates after the first ones; a ratio is the median over repetitions of neighbours. Memory is ru_maxrss of the
 process, imports and weights included. Before that, both must give the same loss and gradient on one frozen batch.
 
-TRL has its fastest settings for a CPU: see run_trl.py. Waiting threads sleep (OMP_WAIT_POLICY=passive) in both, and
+TRL's settings stand in run_trl.py; its static cache and continuous batching have not been compared.
+Waiting threads sleep (OMP_WAIT_POLICY=passive) in both, and
 beside wall time stands the CPU time of the process, which other work on the machine disturbs less.
 """
 
