@@ -119,3 +119,40 @@ def test_the_gold_answers_of_held_out_prompts_are_scored_by_the_eval_reward(tmp_
         trainer(tmp_path).fit(module(), datamodule=data)
     (problem,) = raised.value.problems
     assert problem.startswith("data.val_prompts: reward tests.data.test_datamodule._Nothing finds only 0 of 8")
+
+
+class _AcceptsEverySecond:
+    """A second verifier that remembers what it was asked."""
+
+    def __init__(self):
+        self._asked = []
+
+    def problems(self):
+        return []
+
+    def __call__(self, completions, device):
+        self._asked += completions
+        return [number % 2 == 0 for number in range(len(completions))]
+
+
+def test_the_second_verifier_looks_at_what_the_reward_rejected_in_tests_only(tmp_path):
+    recheck = _AcceptsEverySecond()
+    held_out = ArithmeticPrompts("test", 12)
+    data = datamodule(recheck=recheck, test_prompts=held_out, test_folder=str(tmp_path / "test"))
+    policy = module()
+    trainer(tmp_path, limit_val_batches=1.0).validate(policy, datamodule=data, verbose=False)
+    assert not recheck._asked
+
+    trainer(tmp_path).test(policy, datamodule=data, verbose=False)
+    (path,) = (tmp_path / "test").glob("*/completions.jsonl")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rejected = [row for row in rows if not row["rule_correct"]]
+    assert 0 < len(rejected) < len(rows) == 12 * (1 + 2)
+    assert [row["text"] for row in rejected] == [completion.text for completion in recheck._asked]
+    assert all(row["correct"] for row in rows if row["rule_correct"])
+    overruled = sum(row["correct"] for row in rejected)
+    # Greedy and sampled completions were judged apart: every second of each, rounded up.
+    counts = {name: sum(row["decoding"] == name for row in rejected) for name in ("greedy", "sampled")}
+    assert overruled == sum((count + 1) // 2 for count in counts.values())
+    shares = {name: policy.eval_results[f"test/arithmetic/{name}/rechecked_fraction"] for name in counts}
+    assert 12 * shares["greedy"] + 24 * shares["sampled"] == pytest.approx(overruled)
