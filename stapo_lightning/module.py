@@ -56,7 +56,8 @@ from stapo_lightning.objective import (
 )
 from stapo_lightning.plan import Plan
 from stapo_lightning.schedule import ConstantWithWarmup, Schedule
-from stapo_lightning.scoring import Backbone, score
+from stapo_lightning.scoring import score
+from stapo_lightning.states import States, joined, shared, shares_prompts
 
 # Kept over a resume: updates skipped, skipped in a row, and the update of the last validation that was finished.
 _COUNTERS = ("skipped_updates", "skipped_in_a_row", "validated_update")
@@ -100,6 +101,9 @@ class StapoModule(L.LightningModule):
             memory and speed, never the gradient.
         packing: Micro-batches without padding, all their sequences behind each other. Null: where `attention` is flash
             attention, which skips from one sequence to the next; others would compute a mask over all pairs of tokens.
+        share_prompts: In an update, read each prompt once for the completions of it that share a micro-batch, wherever
+            that saves a tenth of the tokens. Without effect where `packing`, `activation_checkpointing` or `compile`
+            is on, and on layers that do not attend to the whole sequence. Changes time, never the gradient.
         activation_checkpointing: Keep only each decoder layer's input for the backward and compute the layer again:
             less memory, about a third more time for an update.
         compile: Compile the policy's forward and backward with torch.compile for updates; rollouts stay as they are.
@@ -124,6 +128,7 @@ class StapoModule(L.LightningModule):
         prompts_per_update: int = 64,
         tokens_per_micro_batch: int = 16384,
         packing: bool | None = None,
+        share_prompts: bool = True,
         activation_checkpointing: bool = False,
         compile: bool = False,
         max_skipped_updates: int = 10,
@@ -145,6 +150,7 @@ class StapoModule(L.LightningModule):
         self.prompts_per_update = prompts_per_update
         self.tokens_per_micro_batch = tokens_per_micro_batch
         self.packing = attention.startswith("flash") if packing is None else packing
+        self.share_prompts = share_prompts
         self.activation_checkpointing = activation_checkpointing
         self.compile_policy = compile
         self.max_skipped_updates = max_skipped_updates
@@ -164,7 +170,7 @@ class StapoModule(L.LightningModule):
         self.eval_results: dict[str, float] = {}
         self.eval_values: list[tuple[Evaluation, Tensor]] = []
         self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._states: Backbone | None = None
+        self._states: States | None = None
         self._warned_of_length = False
 
     # ---- setup ------------------------------------------------------------------------------------------------------
@@ -303,12 +309,15 @@ class StapoModule(L.LightningModule):
             check_output_head(self.policy, self.policy_name)
             if self.activation_checkpointing:
                 checkpoint_activations(self.policy)
-            states = self._states_of(self.policy)
-            # Shapes differ from one micro-batch to the next.
-            self._states = torch.compile(states, dynamic=True) if self.compile_policy else states
+            self._states = self._states_of(self.policy)
 
-    def _states_of(self, model: PreTrainedModel) -> Backbone:
-        return packed_backbone(model) if self.packing else backbone(model)
+    def _states_of(self, model: PreTrainedModel) -> States:
+        through = packed_backbone(model) if self.packing else backbone(model)
+        if self.compile_policy and model is self.policy:
+            through = torch.compile(through, dynamic=True)  # shapes differ from one micro-batch to the next
+        states = joined(through)
+        alone = self.packing or self.compile_policy or self.activation_checkpointing
+        return shared(model, states) if self.share_prompts and not alone and shares_prompts(model) else states
 
     def configure_optimizers(self) -> Optimizer:
         """The configured optimiser over the policy's trainable parameters."""
@@ -450,7 +459,7 @@ class StapoModule(L.LightningModule):
     def _score(self, batch: RolloutBatch) -> TokenScores:
         policy = self._loaded_policy
         states = self._states or self._states_of(policy)  # a policy that a user put in has none yet
-        return score(batch, states, output_head(policy), policy.config.vocab_size)
+        return score(batch, states(batch), output_head(policy), policy.config.vocab_size)
 
     def _loss(self, batch: RolloutBatch, log_probs: Tensor, weights: Tensor) -> LossOutput:
         ref_log_probs = None
@@ -458,7 +467,7 @@ class StapoModule(L.LightningModule):
             reference = self.reference[0]
             with torch.no_grad():
                 states, head = self._states_of(reference), output_head(reference)
-                scores = score(batch, states, head, reference.config.vocab_size)
+                scores = score(batch, states(batch), head, reference.config.vocab_size)
             ref_log_probs = scores.log_probs
         return policy_loss(batch, log_probs, weights, self.surrogate, ref_log_probs, self.kl, self.kl_coef)
 

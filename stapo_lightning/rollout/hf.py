@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import NamedTuple
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 
 from stapo_lightning.batch import Completions, PromptBatch, pad_rows
 from stapo_lightning.errors import bounded
-from stapo_lightning.models import rollout_mode
+from stapo_lightning.models import cache_argument, rollout_mode
 from stapo_lightning.randomness import uniform
 from stapo_lightning.rollout.engine import RolloutEngine, Sampling, Vocabulary
 from stapo_lightning.rollout.growing_cache import growing_cache
@@ -160,8 +159,7 @@ def _generate(
     device = prompt_ids.device
     n, group_size = len(streams), len(streams) // len(prompt_ids)
     end_ids = torch.tensor(vocabulary.end_ids, device=device)
-    # The argument's name in newer and in older releases of transformers.
-    cache_name = "cache" if "cache" in inspect.signature(policy.forward).parameters else "past_key_values"
+    cache_name = cache_argument(policy)
 
     ids, mask = _left_padded(prompt_ids, prompt_lengths)
     padded = not bool(mask.all())

@@ -68,7 +68,7 @@ def random_batch(completions: int, length: int, vocabulary: int) -> RolloutBatch
 
 def update(model: PreTrainedModel, batch: RolloutBatch) -> TokenScores:
     model.zero_grad()
-    scores = score(batch, backbone(model), output_head(model), model.config.vocab_size)
+    scores = score(batch, joined(backbone(model))(batch), output_head(model), model.config.vocab_size)
     weights = torch.full_like(scores.log_probs, 1 / scores.log_probs.numel())
     policy_loss(batch, scores.log_probs, weights, Clipped()).loss.backward()
     return scores.detach()
