@@ -1,5 +1,6 @@
 """Linear layers in the layout that products with few rows read fastest: a rollout on a CPU, where every token of a
-completion multiplies few rows with all weights."""
+completion multiplies few rows with all weights.
+"""
 
 from __future__ import annotations
 
