@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 # Smaller layers stay in the cache and gain nothing.
 PACKED_ELEMENTS = 2**18
@@ -22,7 +23,7 @@ def packed_weights(model: nn.Module) -> Iterator[None]:
     weights must not change within it. Layers on other devices, of other precision, of a subclass (adapters), sharded or
     with hooks stay as they are, and so does all where this build of torch has no oneDNN.
     """
-    layers = [module for module in model.modules() if _can_pack(module)] if torch.backends.mkldnn.is_available() else []
+    layers = [module for module in model.modules() if _can_pack(module)] if _can_pack_any(model) else []
     for layer in layers:
         layer.forward = _packed(layer)  # type: ignore[method-assign]
     try:
@@ -30,6 +31,12 @@ def packed_weights(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             del layer.forward
+
+
+def _can_pack_any(model: nn.Module) -> bool:
+    # A sharded model may hold whole weights from before the last step, and gathers them anew in its forward.
+    sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return torch.backends.mkldnn.is_available() and not sharded
 
 
 def _can_pack(module: nn.Module) -> bool:
