@@ -252,7 +252,8 @@ def _recorded(batch, record):
 def test_recorded_scores_take_the_place_of_the_scoring_pass(budget, rollout, reference, tmp_path):
     batch = _recorded(_with_resting_groups(rollout), reference[1])
     counts = CountsForwards()
-    change, record, metrics = update(tmp_path, batch, callbacks=[counts], tokens_per_micro_batch=budget)
+    settings = {"tokens_per_micro_batch": budget, "share_prompts": False}
+    change, record, metrics = update(tmp_path, batch, callbacks=[counts], **settings)
     assert counts.rows == {True: 24, False: 0}  # nothing is scored, and rows without advantage are not even read
 
     unrecorded = copy.deepcopy(batch)
@@ -276,7 +277,7 @@ def test_recorded_scores_serve_the_first_update_of_a_rollout_only(rollout, refer
     counts = CountsForwards()
     batch = _recorded(_all_moving(rollout), reference[1])
     run = trainer(tmp_path, max_steps=2, callbacks=[counts])
-    run.fit(module(prompts_per_update=4, tokens_per_micro_batch=333), datamodule=Replay(batch))
+    run.fit(module(prompts_per_update=4, tokens_per_micro_batch=333, share_prompts=False), datamodule=Replay(batch))
     # 16 rows an update; the second scores its 16 before it trains them.
     assert counts.rows == {True: 32, False: 16}
 
