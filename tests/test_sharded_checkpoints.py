@@ -13,6 +13,7 @@ from tests.cli_worker import run_commands
 
 # Twelve updates of two prompts, four prompts a rollout; AdamW with a warm-up, so that moments and counters matter.
 WHOLE, HALF = 12, 6
+SHARDED = "stapo_lightning.strategy.ShardedStrategy"
 
 
 def _fit(root: Path, name: str, strategy: str, updates: int, *flags: str) -> list[str]:
@@ -69,7 +70,7 @@ def root(tmp_path_factory):
             _fit(root, "two_half_copy", "fsdp2", WHOLE, "--ckpt_path=last"),
             _fit(root, "one_then_two", "fsdp2", WHOLE, _from(root, "one_half")),
             _fit(root, "two_then_ddp", "ddp", WHOLE, _from(root, "two_half")),
-            _fit(root, "file", "fsdp2", HALF, "--trainer.strategy.save_distributed_checkpoint=false"),
+            _fit(root, "file", SHARDED, HALF, "--trainer.strategy.save_distributed_checkpoint=false"),
         ],
     )
     run(_fit(root, "two_then_one", "auto", WHOLE, _from(root, "two_half")))
