@@ -1,5 +1,6 @@
 """Checkpoints of a sharded policy: the same run again on two processes, on one, and under DDP, and back."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,9 @@ WHOLE, HALF = 12, 6
 SHARDED = "stapo_lightning.strategy.ShardedStrategy"
 
 
-def _fit(root: Path, name: str, strategy: str, updates: int, *flags: str) -> list[str]:
+def _fit(root: Path, name: str, strategy: str, updates: int, *flags: str, subcommand: str = "fit") -> list[str]:
     return [
-        "fit",
+        subcommand,
         "--config=configs/quickstart.yaml",
         f"--trainer.devices={1 if strategy == 'auto' else 2}",
         f"--trainer.strategy={strategy}",
@@ -54,6 +55,12 @@ def _from(root: Path, name: str) -> str:
     return f"--ckpt_path={_last(root, name)}"
 
 
+def _test(root: Path, name: str, strategy: str, problems: int) -> list[str]:
+    flags = [_from(root, "two"), f"--data.test_prompts.size={problems}", "--data.eval_completions_per_batch=4"]
+    flags.append(f"--data.test_folder={root / name}")
+    return _fit(root, name, strategy, WHOLE, *flags, subcommand="test")
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     """All runs; "one" is a process, "two" a sharded pair, "ddp" a pair with DDP."""
@@ -70,10 +77,14 @@ def root(tmp_path_factory):
             _fit(root, "two_half_copy", "fsdp2", WHOLE, "--ckpt_path=last"),
             _fit(root, "one_then_two", "fsdp2", WHOLE, _from(root, "one_half")),
             _fit(root, "two_then_ddp", "ddp", WHOLE, _from(root, "two_half")),
+            # Five problems in batches of one, on two ranks: three and two, and one of rank 0 is known from before.
+            _test(root, "two_tested", "fsdp2", 1),
+            _test(root, "two_tested", "fsdp2", 5),
             _fit(root, "file", SHARDED, HALF, "--trainer.strategy.save_distributed_checkpoint=false"),
         ],
     )
     run(_fit(root, "two_then_one", "auto", WHOLE, _from(root, "two_half")))
+    run(_test(root, "one_tested", "auto", 5))
     return root
 
 
@@ -141,3 +152,17 @@ def test_the_export_loads_and_is_the_checkpoint(root):
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert type(model).__name__ == "Qwen3ForCausalLM"
     assert model.config.architectures == ["Qwen3ForCausalLM"]
+
+
+def test_benchmarks_on_ranks_with_different_numbers_of_problems(root):
+    one, two = (_completions(root / name) for name in ("one_tested", "two_tested"))
+    assert len(one) == 5 * (1 + 4)  # greedy once, sampled four times
+    assert one == two
+
+
+def _completions(folder: Path) -> dict[tuple[str, int, int], str]:
+    lines = [line for path in folder.rglob("completions*.jsonl") for line in path.read_text().splitlines()]
+    rows = [json.loads(line) for line in lines]
+    found = {(row["decoding"], row["problem"], row["sample"]): row["text"] for row in rows}
+    assert len(found) == len(rows)  # nothing was sampled twice
+    return found
