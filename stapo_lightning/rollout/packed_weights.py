@@ -23,7 +23,8 @@ def packed_weights(model: nn.Module) -> Iterator[None]:
     weights must not change within it. Layers on other devices, of other precision, of a subclass (adapters), sharded or
     with hooks stay as they are, and so does all where this build of torch has no oneDNN.
     """
-    layers = [module for module in model.modules() if _can_pack(module)] if _can_pack_any(model) else []
+    modules = model.modules() if _can_pack_any(model) else []
+    layers = [module for module in modules if isinstance(module, nn.Linear) and _can_pack(module)]
     for layer in layers:
         layer.forward = _packed(layer)  # type: ignore[method-assign]
     try:
@@ -39,12 +40,12 @@ def _can_pack_any(model: nn.Module) -> bool:
     return torch.backends.mkldnn.is_available() and not sharded
 
 
-def _can_pack(module: nn.Module) -> bool:
-    if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks:
-        return False
-    weight = module.weight
-    plain = type(weight) is nn.Parameter and weight.device.type == "cpu" and weight.dtype == torch.float32
-    return plain and weight.numel() >= PACKED_ELEMENTS and "forward" not in vars(module)
+def _can_pack(layer: nn.Linear) -> bool:
+    weight = layer.weight
+    plain = type(layer) is nn.Linear and type(weight) is nn.Parameter and "forward" not in vars(layer)
+    hooked = layer._forward_hooks or layer._forward_pre_hooks
+    large = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= PACKED_ELEMENTS
+    return plain and large and not hooked
 
 
 def _packed(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
