@@ -26,7 +26,7 @@ def packed_weights(model: nn.Module) -> Iterator[None]:
     modules = model.modules() if _can_pack_any(model) else []
     layers = [module for module in modules if isinstance(module, nn.Linear) and _can_pack(module)]
     for layer in layers:
-        layer.forward = _packed(layer)  # type: ignore[method-assign]
+        layer.forward = _packed(layer)  # type: ignore[assignment]
     try:
         yield
     finally:
