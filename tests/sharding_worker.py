@@ -6,6 +6,7 @@ python -m tests.sharding_worker RANK PORT RESULTS.json
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -37,7 +38,7 @@ from stapo_lightning.sharding import (
 from tests.builders import prompt_batch, tiny_qwen3_config
 from tests.traffic import Traffic
 
-RANK = int(sys.argv[1]) if len(sys.argv) > 1 else 0
+RANK = int(os.environ.get("STAPO_TEST_RANK", 0))
 LAYERS = 2
 CPU = torch.device("cpu")
 
@@ -258,7 +259,7 @@ CHECKS: list[Callable[[], None]] = [
 def main() -> None:
     torch.set_num_threads(1)
     # Half a minute without a partner is a deadlock.
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{sys.argv[2]}", timedelta(seconds=30), rank=RANK, world_size=2)
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{sys.argv[1]}", timedelta(seconds=30), rank=RANK, world_size=2)
     found: dict[str, str] = {}
     for check in CHECKS:
         try:
@@ -266,7 +267,7 @@ def main() -> None:
             found[check.__name__] = ""
         except Exception:
             found[check.__name__] = traceback.format_exc()
-        Path(sys.argv[3]).write_text(json.dumps(found))
+        Path(sys.argv[2]).write_text(json.dumps(found))
     dist.destroy_process_group()
 
 

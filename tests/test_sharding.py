@@ -27,9 +27,9 @@ def found(tmp_path_factory):
     files = [folder / f"rank{rank}.json" for rank in range(2)]
     workers = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.sharding_worker", str(rank), str(port), str(file)],
+            [sys.executable, "-m", "tests.sharding_worker", str(port), str(file)],
             cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": "1", "STAPO_TEST_RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,
         )
