@@ -340,10 +340,11 @@ class StapoModule(L.LightningModule):
 
     def _load(self, load: Callable[[], PreTrainedModel], shapes: Callable[[], PreTrainedModel]) -> PreTrainedModel:
         """The model of `load`, or this rank's share of it; `shapes` is the same on the meta device."""
-        if not isinstance(self.trainer.strategy, ShardedStrategy):
+        mesh = self.device_mesh  # of ShardedStrategy alone
+        if mesh is None:
             return load()
         sharding = (self.sharding or Sharding()).under(self.trainer.precision)
-        return load_sharded(load, shapes, self.trainer.strategy.device_mesh["data_parallel"], sharding)
+        return load_sharded(load, shapes, mesh["data_parallel"], sharding)
 
     def _states_of(self, model: PreTrainedModel) -> States:
         through = packed_backbone(model) if self.packing else backbone(model)

@@ -46,6 +46,7 @@ def run(method: str, ranks: int, strategy: str, folder: str) -> None:
             "--model.tokens_per_micro_batch=300",
             "--model.prompts_per_update=4",
             "--data.prompts_per_batch=8",
+            "--data.sampling.max_new_tokens=32",
             f"--trainer.logger.save_dir={folder}",
             f"--trainer.logger.name={strategy}",
             f"--trainer.logger.version={method}",

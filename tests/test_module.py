@@ -9,6 +9,7 @@ import torch
 from stapo_lightning.batch import RolloutBatch, UpdateRecord
 from stapo_lightning.data import ArithmeticPrompts
 from stapo_lightning.errors import ConfigError, NonFiniteError, RewardError
+from stapo_lightning.models import load_causal_lm
 from stapo_lightning.objective import S2T, RandomCandidates, SequenceMean, Surrogate
 from stapo_lightning.objective.surrogate import SurrogateOutput
 from stapo_lightning.rewards import BoxedMatch, Reward
@@ -63,8 +64,7 @@ def update(
     settings = {"optimizer": lambda params: torch.optim.SGD(params, lr=10.0)} | settings
     settings = {"prompts_per_update": len(batch) // batch.group_size, "selector": S2T(tau_p=0.05)} | settings
     policy = module(**settings)
-    policy.configure_model()
-    before = parameters(policy.policy)
+    before = parameters(load_causal_lm(policy.policy_name, "sdpa"))
     run = trainer(folder, max_steps=1, callbacks=[recorder, *callbacks])
     run.fit(policy, datamodule=Replay(copy.deepcopy(batch)))
     return parameters(policy.policy) - before, recorder.records[0], recorder.metrics[0]

@@ -12,8 +12,8 @@ from stapo_lightning.checkpoint_io import AtomicCheckpointIO, read_folder
 from stapo_lightning.cli import run
 from tests.cli_worker import run_commands
 
-# Twelve updates of two prompts, four prompts a rollout; AdamW with a warm-up, so that moments and counters matter.
-WHOLE, HALF = 12, 6
+# Eight updates of two prompts, four prompts a rollout; AdamW with a warm-up, so that moments and counters matter.
+WHOLE, HALF = 8, 4
 SHARDED = "stapo_lightning.strategy.ShardedStrategy"
 
 
@@ -24,13 +24,13 @@ def _fit(root: Path, name: str, strategy: str, updates: int, *flags: str, subcom
         f"--trainer.devices={1 if strategy == 'auto' else 2}",
         f"--trainer.strategy={strategy}",
         f"--trainer.max_steps={updates}",
-        "--trainer.val_check_interval=3",
+        "--trainer.val_check_interval=2",
         f"--trainer.callbacks={root / 'callbacks.yaml'}",
         f"--trainer.logger.save_dir={root}",
         "--trainer.logger.name=runs",
         f"--trainer.logger.version={name}",
         "--model.prompts_per_update=2",
-        "--model.schedule.warmup_updates=9",
+        "--model.schedule.warmup_updates=6",
         "--model.tokens_per_micro_batch=300",
         "--data.prompts_per_batch=4",
         "--data.sampling.max_new_tokens=24",
@@ -42,7 +42,7 @@ def _fit(root: Path, name: str, strategy: str, updates: int, *flags: str, subcom
 
 CALLBACKS = """
 - class_path: lightning.pytorch.callbacks.ModelCheckpoint
-  init_args: {every_n_train_steps: 6, save_last: true}
+  init_args: {every_n_train_steps: 4, save_last: true}
 - class_path: callbacks.ExportHF
 """
 
@@ -106,7 +106,7 @@ def _assert_close(left: dict, right: dict, tolerance: float) -> None:
     assert one.keys() == two.keys()
     for name, value in one.items():
         assert value.shape == two[name].shape, name
-        assert (value - two[name]).abs().max() <= tolerance * max(1.0, float(value.abs().max())), name
+        assert (value - two[name]).abs().max() <= tolerance * value.abs().max(), name
     for key in ("global_step", "stapo", "RolloutDataModule"):
         assert left[key] == right[key]
     groups = [[{k: v for k, v in g.items()} for g in s["optimizer_states"][0]["param_groups"]] for s in (left, right)]
@@ -132,10 +132,11 @@ def test_two_then_two_bit_for_bit(root):
 def test_any_number_of_ranks_ends_like_one_process(root, name):
     one, other = _state(_last(root, "one")), _state(_last(root, name))
     assert one["global_step"] == other["global_step"] == WHOLE
-    moved = torch.cat([v.flatten() for v in one["state_dict"].values()])
-    difference = moved - torch.cat([other["state_dict"][k].flatten() for k in one["state_dict"]])
-    print(name, float(difference.abs().max()), float(difference.abs().mean()))
-    _assert_close(one, other, 1e-4)
+    # Eight updates at a rate of up to 1e-4 move most weights by more than 1e-4; the largest weights are about 1.
+    for key, value in one["state_dict"].items():
+        assert (value - other["state_dict"][key]).abs().max() < 5e-6, key
+    # The moments of Adam too, to a thousandth of the largest of their kind.
+    _assert_close(one, other, 1e-3)
 
 
 def test_gathered_into_one_file(root):
