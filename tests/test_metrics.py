@@ -130,7 +130,7 @@ def _update():
         scores=TokenScores(probs.log(), entropy, collision),
         silenced=silenced,
         candidates=silenced.clone(),
-        ratio=torch.where(mask, probs / old, 1.0),
+        log_ratio=torch.where(mask, (probs / old).log(), 0.0),
         clipped=clipped_low | clipped_high,
         updates=(1, 1),
     )
@@ -173,7 +173,7 @@ def test_updates_are_weighted_by_their_tokens():
         record.scores.rows(row),
         record.silenced[row],
         record.candidates[row],
-        record.ratio[row],
+        record.log_ratio[row],
         record.clipped[row],
         (2, 2),
     )
@@ -199,7 +199,7 @@ def test_mismatch():
     # |differences| 0, ln 2, ln 2.5, ln 2, 0 over five tokens.
     batch, record, _ = _update()
     metrics = MismatchMetrics()
-    metrics.update(batch, record.ratio)
+    metrics.update(batch, record.log_ratio)
     assert metrics.compute() == pytest.approx(
         {
             "rollout/logprob_diff_mean": (2 * math.log(2) + math.log(2.5)) / 5,

@@ -2,5 +2,6 @@
 
 from stapo_lightning.rollout.engine import RolloutEngine, Sampling, Vocabulary
 from stapo_lightning.rollout.hf import HFEngine
+from stapo_lightning.rollout.vllm import VLLMEngine
 
-__all__ = ["HFEngine", "RolloutEngine", "Sampling", "Vocabulary"]
+__all__ = ["HFEngine", "RolloutEngine", "Sampling", "VLLMEngine", "Vocabulary"]
