@@ -13,7 +13,12 @@ from torchmetrics import Metric
 
 from stapo_lightning.batch import EvalSamples, RolloutBatch, UpdateRecord
 from stapo_lightning.evaluation import Evaluation
-from stapo_lightning.objective import ImportanceOutput, group_statistics, logit_gradient_weight, squared_logit_gradient_norm
+from stapo_lightning.objective import (
+    ImportanceOutput,
+    group_statistics,
+    logit_gradient_weight,
+    squared_logit_gradient_norm,
+)
 
 
 class _Sums(Metric):

@@ -31,4 +31,4 @@ def weights_version(policy: nn.Module) -> int:
     Read from torch's own version counters, which autograd keeps for the same purpose; they are not documented as an
     attribute.
     """
-    return sum((p.to_local() if isinstance(p, DTensor) else p)._version for p in policy.parameters())
+    return sum(parameter._version for parameter in policy.parameters())

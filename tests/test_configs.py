@@ -16,6 +16,7 @@ from tests.cli import parse
 ROOT = Path(__file__).parents[1]
 METHODS = sorted(path.stem for path in (ROOT / "configs" / "methods").glob("*.yaml"))
 DATA = sorted(path.stem for path in (ROOT / "configs" / "data").glob("*.yaml"))
+SCALE = sorted(path.stem for path in (ROOT / "configs" / "scale").glob("*.yaml"))
 STANDALONE = ("quickstart", "base")
 
 
@@ -28,6 +29,7 @@ def test_every_config_is_covered():
         "laptop",
         *(f"methods/{method}" for method in METHODS),
         *(f"data/{data}" for data in DATA),
+        *(f"scale/{scale}" for scale in SCALE),
     }
 
 
@@ -53,6 +55,15 @@ EXPECTED = {
 def test_the_debug_overlay_shrinks_a_run(name):
     config = parse(f"configs/{name}.yaml", "configs/debug.yaml")
     assert (config.data.prompts_per_batch, config.model.prompts_per_update, config.trainer.max_steps) == (4, 4, 4)
+
+
+@pytest.mark.parametrize("engine", ["VLLMEngine", "VLLMServerEngine"])
+def test_an_engine_overlay_replaces_the_other(engine):
+    names = ["vllm", "vllm_server"] if engine == "VLLMServerEngine" else ["vllm_server", "vllm"]
+    for base in STANDALONE:
+        config = parse(f"configs/{base}.yaml", *(f"configs/scale/{name}.yaml" for name in names))
+        assert config.data.engine.class_path == f"stapo_lightning.rollout.{engine}"
+        assert config.model.max_logprob_diff == 0.1
 
 
 def test_all_methods_are_there():

@@ -109,6 +109,7 @@ class VLLMEngine(RolloutEngine):
             os.environ.setdefault(name, value)
         vllm = optional("vllm", "vllm", "the engine VLLMEngine")
         platform = optional("vllm.platforms", "vllm", "the engine VLLMEngine").current_platform
+        _check_heads(policy, platform)
         device = next(policy.parameters()).device
         dtype = self.dtype if self.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
         self._weights_dtype = getattr(torch, dtype)
@@ -185,6 +186,22 @@ class VLLMEngine(RolloutEngine):
             )
             for completion in completions
         ]
+
+
+def _check_heads(policy: nn.Module, platform: Any) -> None:
+    if not platform.is_cpu():
+        return  # its CPU kernels alone fail only in the midst of the first forward
+    backend = optional("vllm.v1.attention.backends.cpu_attn", "vllm", "the engine VLLMEngine").CPUAttentionBackend
+    config: Any = policy.config
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    sizes = backend.get_supported_head_sizes()
+    if size not in sizes:
+        raise ConfigError(
+            [
+                f"VLLMEngine: the policy's attention heads are {size} wide, and vLLM's CPU kernels are made for"
+                f" {', '.join(map(str, sizes))}; take HFEngine (data.engine) or a GPU"
+            ]
+        )
 
 
 def _architecture(policy: nn.Module) -> Any:
