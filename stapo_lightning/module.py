@@ -599,12 +599,18 @@ class StapoModule(L.LightningModule):
     # ---- validate, test, predict ------------------------------------------------------------------------------------
 
     def on_validation_epoch_start(self) -> None:
-        """Empties the tables."""
+        """Empties the tables and wakes the engine."""
         self._empty_tables("validate")
+        self._data.wake_engine()
 
     def on_test_epoch_start(self) -> None:
-        """Empties the tables."""
+        """Empties the tables and wakes the engine."""
         self._empty_tables("test")
+        self._data.wake_engine()
+
+    def on_predict_epoch_start(self) -> None:
+        """Wakes the engine."""
+        self._data.wake_engine()
 
     def validation_step(self, batch: EvalBatch, batch_idx: int) -> None:
         """Enters the problems into the tables."""
@@ -616,6 +622,7 @@ class StapoModule(L.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Publishes val/<benchmark>/<decoding>/..."""
+        self._data.engine.sleep()
         self._publish("val")
 
     def on_validation_end(self) -> None:
@@ -629,15 +636,24 @@ class StapoModule(L.LightningModule):
 
     def on_test_epoch_end(self) -> None:
         """Publishes test/<benchmark>/<decoding>/..."""
+        self._data.engine.sleep()
         self._publish("test")
+
+    def on_predict_epoch_end(self) -> None:
+        """Puts the engine to sleep."""
+        self._data.engine.sleep()
 
     def predict_step(self, batch: EvalBatch, batch_idx: int) -> EvalBatch:
         """Hands the completions to the prediction writer."""
         return batch
 
+    @property
+    def _data(self) -> Any:
+        # A RolloutDataModule in practice.
+        return self.trainer.datamodule  # type: ignore[attr-defined]
+
     def _empty_tables(self, stage: str) -> None:
-        data = self.trainer.datamodule  # type: ignore[attr-defined]
-        self.problem_tables = torch.nn.ModuleList(map(ProblemTable, data.evaluations(stage))).to(self.device)
+        self.problem_tables = torch.nn.ModuleList(map(ProblemTable, self._data.evaluations(stage))).to(self.device)
 
     def _enter(self, batch: EvalBatch) -> None:
         tables: Any = self.problem_tables

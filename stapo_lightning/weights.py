@@ -23,12 +23,3 @@ def stream_weights(policy: nn.Module, dtype: torch.dtype | None = None) -> Itera
     for name, value in policy.state_dict().items():
         whole = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
         yield name, whole.to(dtype) if dtype is not None and whole.is_floating_point() else whole
-
-
-def weights_version(policy: nn.Module) -> int:
-    """A number that grows with every change of a parameter in place: by an optimiser, by a checkpoint that is loaded.
-
-    Read from torch's own version counters, which autograd keeps for the same purpose; they are not documented as an
-    attribute.
-    """
-    return sum(parameter._version for parameter in policy.parameters())

@@ -34,9 +34,9 @@ _ENVIRONMENT = {
 class VLLMEngine(RolloutEngine):
     """Samples with vLLM, one engine a rank, beside the policy on its device.
 
-    Before each call the engine takes the policy's weights, one tensor at a time, and forgets its prefix cache. On a GPU
-    it sleeps between the calls: neither its weights nor its cache take memory while the policy updates. vLLM has no
-    sleep on a CPU. Known to work with vLLM 0.32.
+    Before each rollout and each validation the engine takes the policy's weights, one tensor at a time, and forgets its
+    prefix cache. On a GPU it sleeps afterwards: neither its weights nor its cache take memory while the policy updates.
+    vLLM has no sleep on a CPU. Known to work with vLLM 0.32.
 
     Each completion has a generator of its own, seeded by its stream, so that a run repeats; vLLM's numbers depend on
     what else is in the batch, though, within rounding.
@@ -50,7 +50,7 @@ class VLLMEngine(RolloutEngine):
             cache must hold one sequence of it at least.
         max_sequences: Completions sampled at a time; the others wait.
         enforce_eager: Leave out compiled kernels and CUDA graphs: slower, and ready in seconds.
-        sleep: Free the engine's memory between rollouts, where vLLM can (not on a CPU).
+        sleeps: Free the engine's memory between rollouts, where vLLM can (not on a CPU).
 
     """
 
@@ -62,7 +62,7 @@ class VLLMEngine(RolloutEngine):
         max_model_len: int | None = None,
         max_sequences: int = 256,
         enforce_eager: bool = False,
-        sleep: bool = True,
+        sleeps: bool = True,
     ) -> None:
         require("vllm", "vllm", "the engine VLLMEngine")
         self.dtype = dtype
@@ -71,10 +71,12 @@ class VLLMEngine(RolloutEngine):
         self.max_model_len = max_model_len
         self.max_sequences = max_sequences
         self.enforce_eager = enforce_eager
-        self.sleep = sleep
+        self.sleeps = sleeps
         self._llm: Any = None
         self._weights_dtype = torch.float32
-        self._sleeps = False
+        self._sleeps = False  # it is asked to, and the platform can
+        self._asleep = False
+        self._awake = False
 
     def problems(self) -> list[str]:
         found = bounded("VLLMEngine.gpu_memory_utilization", self.gpu_memory_utilization, above=0, at_most=1)
@@ -85,24 +87,35 @@ class VLLMEngine(RolloutEngine):
             found += bounded("VLLMEngine.max_model_len", self.max_model_len, at_least=2)
         return found
 
+    def wake(self, policy: nn.Module) -> None:
+        with _apart(policy):
+            if self._llm is None:
+                self._llm = self._create(policy)
+                self._asleep = False
+            if self._asleep:
+                self._llm.wake_up(tags=["weights"])
+            self._take_weights(policy)
+            if self._asleep:
+                self._llm.wake_up(tags=["kv_cache"])
+            self._asleep = False
+            self._awake = True
+
     def generate(
         self, policy: nn.Module, prompts: PromptBatch, streams: Tensor, sampling: Sampling, vocabulary: Vocabulary
     ) -> Completions:
-        # vLLM's tensors outlive a validation, in which Lightning makes inference tensors, and know no autocast.
-        with torch.inference_mode(False), torch.no_grad(), torch.autocast(prompts.ids.device.type, enabled=False):
-            if self._llm is None:
-                self._llm = self._create(policy)
-            elif self._sleeps:
-                self._llm.wake_up(tags=["weights"])
-            self._check_length(prompts, sampling)
-            self._take_weights(policy)
-            if self._sleeps:
-                self._llm.wake_up(tags=["kv_cache"])
+        if not self._awake:
+            raise RuntimeError("VLLMEngine.wake(policy) comes before generate: the engine has no weights yet")
+        self._check_length(prompts, sampling)
+        with _apart(policy):
             emitted = self._sample(prompts, streams, sampling, vocabulary)
-            if self._sleeps:
-                # Level 2: the weights are not kept elsewhere, since they come anew with the next call.
-                self._llm.sleep(level=2)
         return as_completions(emitted, vocabulary.pad_id, prompts.ids.device)
+
+    def sleep(self) -> None:
+        if self._sleeps and self._awake:
+            # Level 2: the weights are not kept elsewhere, since they come anew with the next call of wake.
+            self._llm.sleep(level=2)
+            self._asleep = True
+        self._awake = False
 
     def _create(self, policy: nn.Module) -> Any:
         for name, value in _ENVIRONMENT.items():
@@ -113,8 +126,8 @@ class VLLMEngine(RolloutEngine):
         device = next(policy.parameters()).device
         dtype = self.dtype if self.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
         self._weights_dtype = getattr(torch, dtype)
-        self._sleeps = self.sleep and platform.is_sleep_mode_available()
-        if self.sleep and not self._sleeps:
+        self._sleeps = self.sleeps and platform.is_sleep_mode_available()
+        if self.sleeps and not self._sleeps:
             rank_zero_info(f"VLLMEngine keeps its memory between rollouts: vLLM has no sleep on {platform.device_type}")
         # Only the architecture is read from the folder: the weights come from the policy, and so do token ids.
         with tempfile.TemporaryDirectory() as folder, isolate_rng(), _launched(device):
@@ -188,6 +201,14 @@ class VLLMEngine(RolloutEngine):
         ]
 
 
+@contextmanager
+def _apart(policy: nn.Module) -> Iterator[None]:
+    """The context of vLLM's tensors: they outlive validations, whose tensors are inference's, and know no autocast."""
+    device = next(policy.parameters()).device
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
+
+
 def _check_heads(policy: nn.Module, platform: Any) -> None:
     if not platform.is_cpu():
         return  # its CPU kernels alone fail only in the midst of the first forward
@@ -206,7 +227,7 @@ def _check_heads(policy: nn.Module, platform: Any) -> None:
 
 def _architecture(policy: nn.Module) -> Any:
     """The policy's config with the name of its class, which a model made from a config alone does not note."""
-    config = copy.deepcopy(policy.config)
+    config: Any = copy.deepcopy(policy.config)
     if not config.architectures:
         config.architectures = [type(policy).__name__.removeprefix("FSDP")]
     return config

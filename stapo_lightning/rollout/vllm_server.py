@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
 import urllib.error
@@ -21,7 +20,7 @@ from stapo_lightning.batch import Completions, PromptBatch
 from stapo_lightning.errors import EngineServerError, bounded
 from stapo_lightning.rollout.emitted import Emitted, as_completions, knows_log_probs, prompt_rows, seeds
 from stapo_lightning.rollout.engine import RolloutEngine, Sampling, Vocabulary
-from stapo_lightning.weights import stream_weights, weights_version
+from stapo_lightning.weights import stream_weights
 
 # A file of weights is written as soon as it is as large as this: no more of them are held beside the policy.
 FILE_BYTES = 2**30
@@ -32,9 +31,9 @@ class VLLMServerEngine(RolloutEngine):
 
         VLLM_SERVER_DEV_MODE=1 vllm serve POLICY --generation-config vllm --logprobs-mode processed_logprobs
 
-    Whenever the weights have changed, rank 0 writes them to `weights_folder`, and the server reads them in place and
-    forgets its prefix cache. Needs no vLLM here. Known to work with servers of version 0.32, whose `collective_rpc`
-    (in development mode: keep the port from strangers) and `inference/v1/generate` it calls.
+    Before each rollout and each validation rank 0 writes the weights to `weights_folder`, and the server reads them in
+    place and forgets its prefix cache. Needs no vLLM here. Known to work with servers of version 0.32, whose
+    `collective_rpc` (in development mode: keep the port from strangers) and `inference/v1/generate` it calls.
 
     Args:
         url: Where the server listens, such as http://10.0.0.5:8000.
@@ -59,7 +58,6 @@ class VLLMServerEngine(RolloutEngine):
         self.dtype = dtype
         self.max_requests = max_requests
         self.timeout_s = timeout_s
-        self._sent: tuple[nn.Module, int] | None = None
         self._syncs = 0
 
     def problems(self) -> list[str]:
@@ -79,13 +77,32 @@ class VLLMServerEngine(RolloutEngine):
                 )
         return found
 
+    def wake(self, policy: nn.Module) -> None:
+        writes = not dist.is_initialized() or dist.get_rank() == 0
+        # A folder of its own each time: network file systems may go on showing the old contents of one that was there.
+        folder = Path(self.weights_folder) / f"weights-{self._syncs}"
+        files = _files(policy, getattr(torch, self.dtype))
+        if writes:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            config: Any = policy.config
+            config.save_pretrained(folder)
+            for number, tensors in enumerate(files):
+                save_file(tensors, folder / f"model-{number:05d}.safetensors")
+            self._call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+            if not self._call("/reset_prefix_cache", {}).get("success"):
+                raise EngineServerError(f"{self.url} did not reset its prefix cache: another client is sampling there")
+            shutil.rmtree(Path(self.weights_folder) / f"weights-{self._syncs - 1}", ignore_errors=True)
+        else:
+            for _ in files:  # shards are gathered by all ranks together
+                pass
+        self._syncs += 1
+        if dist.is_initialized():
+            dist.barrier()  # nobody samples before the server has the weights
+
     def generate(
         self, policy: nn.Module, prompts: PromptBatch, streams: Tensor, sampling: Sampling, vocabulary: Vocabulary
     ) -> Completions:
-        version = weights_version(policy)
-        if self._sent is None or self._sent[0] is not policy or self._sent[1] != version:
-            self._send_weights(policy)
-            self._sent = (policy, version)
         known = knows_log_probs(sampling)
         settings = {
             "temperature": sampling.temperature,
@@ -112,28 +129,6 @@ class VLLMServerEngine(RolloutEngine):
         with ThreadPoolExecutor(self.max_requests) as threads:
             emitted = list(threads.map(sample, prompt_rows(prompts, len(streams) // len(prompts)), seeds(streams)))
         return as_completions(emitted, vocabulary.pad_id, prompts.ids.device)
-
-    def _send_weights(self, policy: nn.Module) -> None:
-        writes = not dist.is_initialized() or dist.get_rank() == 0
-        # A folder of its own each time: network file systems may go on showing the old contents of one that was there.
-        folder = Path(self.weights_folder) / f"weights-{self._syncs}"
-        files = _files(policy, getattr(torch, self.dtype))
-        if writes:
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-            copy.deepcopy(policy.config).save_pretrained(folder)
-            for number, tensors in enumerate(files):
-                save_file(tensors, folder / f"model-{number:05d}.safetensors")
-            self._call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
-            if not self._call("/reset_prefix_cache", {}).get("success"):
-                raise EngineServerError(f"{self.url} did not reset its prefix cache: another client is sampling there")
-            shutil.rmtree(Path(self.weights_folder) / f"weights-{self._syncs - 1}", ignore_errors=True)
-        else:
-            for _ in files:  # shards are gathered by all ranks together
-                pass
-        self._syncs += 1
-        if dist.is_initialized():
-            dist.barrier()  # nobody samples before the server has the weights
 
     def _call(self, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()

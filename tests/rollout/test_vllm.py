@@ -7,14 +7,17 @@ import re
 
 import pytest
 import torch
+from lightning import seed_everything
 from safetensors.torch import load_file
 
 from stapo_lightning.batch import Completions
+from stapo_lightning.data import ArithmeticPrompts
 from stapo_lightning.errors import ConfigError, EngineMismatchError
 from stapo_lightning.models import backbone, load_causal_lm, output_head
 from stapo_lightning.objective import TruncatedImportance
 from stapo_lightning.rollout import HFEngine, Sampling, VLLMEngine, Vocabulary
 from stapo_lightning.rollout.emitted import Emitted
+from stapo_lightning.schedule import ConstantWithWarmup
 from stapo_lightning.scoring import score
 from tests.builders import prompt_batch, rollout_batch, tiny_qwen3
 from tests.cli import stapo
@@ -35,8 +38,13 @@ def _policy(tied: bool = False, **changes):
     return tiny_qwen3(head_dim=32, max_position_embeddings=512, tie_word_embeddings=tied, **changes)
 
 
-def _engine(**changes) -> VLLMEngine:
-    return VLLMEngine(**({"kv_cache_gib": 0.05, "enforce_eager": True} | changes))
+# An engine that is collected takes the process groups of all others with it.
+ALIVE: list[VLLMEngine] = []
+
+
+def _engine(kind: type[VLLMEngine] = VLLMEngine, **changes) -> VLLMEngine:
+    ALIVE.append(kind(**({"kv_cache_gib": 0.05, "enforce_eager": True} | changes)))
+    return ALIVE[-1]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +55,10 @@ def engine():
 
 def _generate(engine, policy, prompts=PROMPTS, group_size=1, streams=None, vocabulary=VOCABULARY, **sampling):
     streams = torch.arange(len(prompts) * group_size) if streams is None else streams
-    return engine.generate(policy, prompt_batch(prompts), streams, Sampling(**sampling), vocabulary)
+    engine.wake(policy)
+    completions = engine.generate(policy, prompt_batch(prompts), streams, Sampling(**sampling), vocabulary)
+    engine.sleep()
+    return completions
 
 
 def _emitted(completions):
@@ -114,7 +125,7 @@ def test_a_head_that_is_not_named_is_stale_where_it_is_tied(tied):
     # What makes naming it necessary: vLLM's CPU kernels multiply by weights that they packed at loading, and a head
     # that is not reloaded is not packed again, although the embedding whose tensor it shares is new.
     policy = _policy(tied)
-    completions = _generate(WithoutTheHead(kv_cache_gib=0.05, enforce_eager=True), policy, max_new_tokens=24)
+    completions = _generate(_engine(WithoutTheHead), policy, max_new_tokens=24)
     assert bool(differences(policy, completions, PROMPTS, 1).mean() > 0.1) == tied
 
 
@@ -311,7 +322,7 @@ class Stale(VLLMEngine):
 
 @needs_vllm
 def test_a_stale_engine_stops_the_run_after_the_first_update(wide, tmp_path):
-    engine = Stale(kv_cache_gib=0.05, enforce_eager=True)
+    engine = _engine(Stale)
     with pytest.raises(EngineMismatchError, match=r"before update 2: .*stale"):
         _run(tmp_path, wide, engine, optimizer=lambda p: torch.optim.SGD(p, lr=30.0))
 
@@ -341,22 +352,24 @@ def _fit(folder, wide, *flags, timeout=300):
 
 @needs_vllm
 def test_two_ranks_sample_and_update_like_one(wide, tmp_path):
-    weights = [load_file(f"{wide}/model.safetensors")]
-    for ranks in (1, 2):
-        _fit(
-            tmp_path / str(ranks),
-            wide,
-            f"--trainer.devices={ranks}",
-            f"--trainer.strategy={'ddp' if ranks > 1 else 'auto'}",
-            "--trainer.max_steps=2",
-            "--trainer.limit_val_batches=0",
-            "--model.optimizer=torch.optim.SGD",
-            "--model.optimizer.lr=0.1",
-        )
-        weights.append(load_file(tmp_path / str(ranks) / "quickstart" / "run" / "policy" / "model.safetensors"))
-    start, one, two = weights
-    assert max((one[name] - start[name]).abs().max() for name in start) > 1e-4
-    assert max((one[name] - two[name]).abs().max() for name in start) < 1e-6
+    flags = ["--trainer.max_steps=2", "--trainer.limit_val_batches=0", "--data.prompts_per_batch=8"]
+    flags += ["--model.prompts_per_update=8", "--model.optimizer=torch.optim.SGD", "--model.optimizer.lr=0.1"]
+    _fit(tmp_path, wide, "--trainer.devices=2", "--trainer.strategy=ddp", *flags)
+    two = load_file(tmp_path / "quickstart" / "run" / "policy" / "model.safetensors")
+
+    one = module(policy=wide, prompts_per_update=8, max_grad_norm=1.0, schedule=ConstantWithWarmup(10))
+    data = datamodule(
+        engine=_engine(),
+        train_prompts=ArithmeticPrompts("train", 4096),
+        group_size=8,
+        sampling=Sampling(max_new_tokens=64),
+    )
+    run = trainer(tmp_path, max_steps=2)
+    seed_everything(1, verbose=False)  # as the quickstart does
+    run.fit(one, datamodule=data)
+    start, found = load_file(f"{wide}/model.safetensors"), one.policy.state_dict()
+    assert max((found[name] - start[name]).abs().max() for name in start) > 1e-4
+    assert max((found[name] - two[name]).abs().max() for name in start) < 1e-6
 
 
 def _accuracies(stdout):
@@ -419,14 +432,28 @@ class Sleeper(VLLMEngine):
 
 @needs_vllm
 def test_the_engine_sleeps_between_rollouts():
-    # The cache comes back only when the old weights are gone, and the weights only to be overwritten.
+    # Its weights come back only to be overwritten, and its cache only when that is done.
     engine, policy = Sleeper(), _policy(tied=True)
     _generate(engine, policy, max_new_tokens=4)
-    start = ["reload_weights", "reset", "wake kv_cache", "sample", "sleep 2"]
+    start = ["reload_weights", "reset", "sample", "sleep 2"]
     assert engine._llm.calls == start
     _generate(engine, policy, max_new_tokens=4)
-    assert engine._llm.calls == [*start, "wake weights", *start]
+    again = ["wake weights", "reload_weights", "reset", "wake kv_cache", "sample", "sleep 2"]
+    assert engine._llm.calls == [*start, *again]
     assert "lm_head.weight" in engine._llm.names
+    # Two wakes in a row, as of a validation that was cut off, are one.
+    del engine._llm.calls[:]
+    engine.wake(policy)
+    engine.wake(policy)
+    assert engine._llm.calls == [*again[:4], "reload_weights", "reset"]
+
+
+@needs_vllm
+def test_an_engine_that_sleeps_does_not_sample():
+    engine, policy = Sleeper(), _policy()
+    _generate(engine, policy, max_new_tokens=4)
+    with pytest.raises(RuntimeError, match=r"wake\(policy\) comes before generate"):
+        engine.generate(policy, prompt_batch(PROMPTS), torch.arange(5), Sampling(max_new_tokens=4), VOCABULARY)
 
 
 @needs_vllm
@@ -466,6 +493,6 @@ def test_widened_heads_compute_the_same(wide):
     # The entries that were added do not learn: the two policies stay the same.
     for name, parameter in wider.named_parameters():
         if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
-            assert not parameter.grad.view(-1, 32, parameter.shape[1])[:, 8:16].any(), name
+            assert not parameter.grad.view(-1, 32, parameter.shape[1])[:, 1::2].any(), name
     embedding = narrow.get_input_embeddings().weight.grad
     torch.testing.assert_close(wider.get_input_embeddings().weight.grad, embedding, atol=1e-5, rtol=1e-3)
