@@ -51,7 +51,10 @@ def prompt_rows(prompts: PromptBatch, group_size: int) -> list[list[int]]:
 
 
 def seeds(streams: torch.Tensor) -> list[int]:
-    """[N] int64 streams -> seeds of a torch generator: not negative, as -1 asks vLLM for no seed at all."""
+    """[N] int64 streams -> seeds of a torch generator: not negative, as -1 asks vLLM for no seed at all.
+
+    Torch's generators on a CPU read the lower 32 bits; streams are hashes, so that these are as good as all.
+    """
     return (streams & torch.iinfo(torch.int64).max).tolist()
 
 

@@ -27,9 +27,10 @@ FILE_BYTES = 2**30
 
 
 class VLLMServerEngine(RolloutEngine):
-    """Samples on a vLLM server, started with the policy's folder and
+    """Samples on a vLLM server, which is started with the policy's folder and four settings.
 
-        VLLM_SERVER_DEV_MODE=1 vllm serve POLICY --generation-config vllm --logprobs-mode processed_logprobs
+        VLLM_SERVER_DEV_MODE=1 vllm serve POLICY
+            --enable-scale-out --generation-config vllm --logprobs-mode processed_logprobs
 
     Before each rollout and each validation rank 0 writes the weights to `weights_folder`, and the server reads them in
     place and forgets its prefix cache. Needs no vLLM here. Known to work with servers of version 0.32, whose
@@ -73,7 +74,7 @@ class VLLMServerEngine(RolloutEngine):
             if path not in paths:
                 found.append(
                     f"VLLMServerEngine.url={self.url}: the server has no {path}; start one of version 0.32 with"
-                    " VLLM_SERVER_DEV_MODE=1 in its environment"
+                    " VLLM_SERVER_DEV_MODE=1 in its environment and --enable-scale-out"
                 )
         return found
 

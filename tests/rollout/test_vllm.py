@@ -259,7 +259,7 @@ def test_completions_of_a_prompt_stand_side_by_side(engine):
 @needs_vllm
 def test_streams_decide(engine):
     policy = _policy()
-    streams = torch.tensor([5, -1, 2**62, -(2**63), 5, 17])  # -1 would ask vLLM for no seed at all
+    streams = torch.tensor([5, -1, 2**40 + 3, 9 - 2**63, 5, 17])  # -1 would ask vLLM for no seed at all
     first = _emitted(_generate(engine, policy, [[3, 4]], 6, streams, max_new_tokens=12))
     torch.manual_seed(1)
     assert _emitted(_generate(engine, policy, [[3, 4]], 6, streams, max_new_tokens=12)) == first

@@ -39,14 +39,17 @@ def _policy():
 def server(tmp_path_factory):
     """The address of a server of a tied tiny Qwen3 with random weights."""
     folder = tmp_path_factory.mktemp("server")
-    policy = _policy()
-    policy.config.architectures = ["Qwen3ForCausalLM"]
-    policy.config.save_pretrained(folder)
+    tiny_qwen3(9, head_dim=32, max_position_embeddings=512, tie_word_embeddings=True).save_pretrained(folder)
     port = _free_port()
     command = [
-        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), f"--port={port}"),
-        *("--load-format=dummy", "--dtype=float32", "--enforce-eager", "--skip-tokenizer-init"),
-        *("--generation-config=vllm", "--logprobs-mode=processed_logprobs", "--kv-cache-memory-bytes=50000000"),
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={folder}", f"--port={port}"),
+        *("--dtype=float32", "--enforce-eager", "--skip-tokenizer-init"),
+        *(
+            "--generation-config=vllm",
+            "--enable-scale-out",
+            "--logprobs-mode=processed_logprobs",
+            "--kv-cache-memory-bytes=50000000",
+        ),
     ]
     environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "OMP_NUM_THREADS": "1"}
     with open(folder / "log", "w") as log:
@@ -110,7 +113,7 @@ def test_greedy_completions_end_where_those_of_the_other_engine_end(engine):
 @needs_vllm
 def test_streams_decide(engine):
     policy = _policy()
-    streams = torch.tensor([5, -1, 2**62, -(2**63), 5, 17])
+    streams = torch.tensor([5, -1, 2**40 + 3, 9 - 2**63, 5, 17])
     first, again = (_generate(engine, policy, [[3, 4]], 6, streams, max_new_tokens=12) for _ in range(2))
     assert torch.equal(first.ids, again.ids)
     assert torch.equal(first.ids[0], first.ids[4]) and len({tuple(row) for row in first.ids.tolist()}) == 5
