@@ -91,7 +91,6 @@ class VLLMEngine(RolloutEngine):
         with _apart(policy):
             if self._llm is None:
                 self._llm = self._create(policy)
-                self._asleep = False
             if self._asleep:
                 self._llm.wake_up(tags=["weights"])
             self._take_weights(policy)

@@ -381,7 +381,7 @@ def _accuracies(stdout):
 def test_a_third_of_the_quickstart_learns(wide, tmp_path):
     before, after = _accuracies(_fit(tmp_path, wide, "--trainer.max_steps=100", timeout=600))
     assert 35 <= before <= 47
-    assert after >= 62  # HFEngine: 65 to 72 after 100 updates, over five seeds
+    assert after >= 65  # 70 and 73 measured; HFEngine: 73 and 74
 
 
 @needs_vllm
