@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning as L
@@ -24,9 +24,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from stapo_lightning.batch import EvalBatch, LossOutput, RolloutBatch, Selection, TokenScores, UpdateRecord, pad_rows
 from stapo_lightning.checkpoint_io import AtomicCheckpointIO
 from stapo_lightning.distributed import Ranks
-from stapo_lightning.errors import ConfigError, NonFiniteError, bounded
+from stapo_lightning.errors import ConfigError, EngineMismatchError, NonFiniteError, bounded
 from stapo_lightning.evaluation import Evaluation, summary
-from stapo_lightning.metrics import MismatchMetrics, ProblemTable, RolloutMetrics, UpdateMetrics
+from stapo_lightning.metrics import ImportanceMetrics, MismatchMetrics, ProblemTable, RolloutMetrics, UpdateMetrics
 from stapo_lightning.microbatch import Passes, micro_batches, packed_micro_batches, passes
 from stapo_lightning.models import (
     backbone,
@@ -49,6 +49,7 @@ from stapo_lightning.objective import (
     S2T,
     Aggregation,
     Clipped,
+    Importance,
     KLEstimator,
     Surrogate,
     TokenMean,
@@ -97,6 +98,10 @@ class StapoModule(L.LightningModule):
         kl_coef: Weight of the KL to the frozen initial policy, >= 0 (paper: 0).
         kl: Estimator of that KL; default k3.
         log_kl: Load the reference and log policy/kl_ref even with kl_coef 0; costs a second copy of the weights.
+        importance: Weights that correct for an engine whose probabilities are not the policy's, such as
+            `TruncatedImportance`; each rollout is scored once more before its first update. Null leaves it out.
+        max_logprob_diff: Largest rollout/logprob_diff_mean, nats, > 0: an engine further from the policy than this
+            samples from stale weights or computes something else, and stops the run. `.inf` only measures.
         optimizer: Optimiser of the policy's parameters; default AdamW with the paper's learning rate 1e-6.
         schedule: Learning-rate factor over updates; default 10 warm-up updates, then constant.
         max_grad_norm: Gradients are scaled down to this global L2 norm; 0 does not clip (paper: 1.0).
@@ -129,6 +134,8 @@ class StapoModule(L.LightningModule):
         kl_coef: float = 0.0,
         kl: KLEstimator | None = None,
         log_kl: bool = False,
+        importance: Importance | None = None,
+        max_logprob_diff: float = 0.1,
         optimizer: OptimizerCallable = lambda params: AdamW(params, lr=1e-6),
         schedule: Schedule | None = None,
         max_grad_norm: float = 1.0,
@@ -152,6 +159,8 @@ class StapoModule(L.LightningModule):
         self.kl_coef = kl_coef
         self.kl = kl or K3()
         self.log_kl = log_kl
+        self.importance = importance
+        self.max_logprob_diff = max_logprob_diff
         self.optimizer = optimizer
         self.schedule = schedule or ConstantWithWarmup()
         self.max_grad_norm = max_grad_norm
@@ -171,6 +180,7 @@ class StapoModule(L.LightningModule):
         self.rollout_metrics = RolloutMetrics()
         self.update_metrics = UpdateMetrics()
         self.mismatch_metrics = MismatchMetrics()
+        self.importance_metrics = ImportanceMetrics()
         self.problem_tables: torch.nn.ModuleList = torch.nn.ModuleList()
         self.skipped_updates = 0
         self.skipped_in_a_row = 0
@@ -251,7 +261,9 @@ class StapoModule(L.LightningModule):
         if stage != "fit":
             return found
         found += self.surrogate.problems() + self.selector.problems() + self.aggregation.problems()
+        found += self.importance.problems() if self.importance is not None else []
         found += bounded("model.kl_coef", self.kl_coef, at_least=0)
+        found += bounded("model.max_logprob_diff", self.max_logprob_diff, above=0)
         found += bounded("model.max_grad_norm", self.max_grad_norm, at_least=0)
         found += bounded("model.max_skipped_updates", self.max_skipped_updates, at_least=1)
         return found + self._trainer_problems()
@@ -413,6 +425,9 @@ class StapoModule(L.LightningModule):
         """
         started = time.perf_counter()
         rollout = self._measure_rollout(batch)
+        if self.importance is not None:
+            batch, weights = self._weighted(batch, self.importance)
+            rollout |= weights
         completions = self.prompts_per_update // self.ranks.size * batch.group_size
         records: list[UpdateRecord] = []
         latest: dict[str, float] = {}
@@ -453,6 +468,7 @@ class StapoModule(L.LightningModule):
         selection = self.selector(batch, scores, self.ranks, self.global_step)
         keep = batch.completion_mask & ~selection.silenced
         weights = self.aggregation(keep, self.ranks)
+        weights = weights if batch.importance is None else weights * batch.importance
 
         outputs = []
         for number, rows in enumerate(gradient.rows):
@@ -475,6 +491,27 @@ class StapoModule(L.LightningModule):
         return self._outcome(
             scores, selection, outputs, cut, loss, grad_norm, scored - started, time.perf_counter() - started
         )
+
+    def _weighted(self, batch: RolloutBatch, importance: Importance) -> tuple[RolloutBatch, dict[str, float]]:
+        """The rollout with the policy's own old log-probs beside the engine's, each token weighted by their ratio.
+
+        All of it is scored before the first update: later mini-batches meet a policy that has moved.
+        """
+        everything = self._passes(batch, torch.ones_like(batch.truncated))
+        scores = self._current_scores(batch, None, everything, Passes([], 0))
+        output = importance((scores.log_probs - batch.old_log_probs).masked_fill(~batch.completion_mask, 0.0))
+        self.importance_metrics.update(batch.completion_mask, output)
+        metrics = self.importance_metrics.compute()
+        self.importance_metrics.reset()
+        weighted = replace(
+            batch,
+            engine_log_probs=batch.old_log_probs,
+            old_log_probs=scores.log_probs,
+            old_entropy=scores.entropy,
+            old_collision=scores.collision,
+            importance=output.weights,
+        )
+        return weighted, metrics
 
     def _passes(self, batch: RolloutBatch, chosen: Tensor, at_least: int = 0) -> Passes:
         rows = chosen.nonzero().squeeze(1)
@@ -561,7 +598,7 @@ class StapoModule(L.LightningModule):
             scores=scores,
             silenced=selection.silenced,
             candidates=selection.candidates,
-            ratio=in_order([output.ratio for output in outputs]),
+            log_ratio=in_order([output.log_ratio for output in outputs]),
             clipped=low | high,
             updates=(self.global_step, self.global_step),
         )
@@ -581,9 +618,7 @@ class StapoModule(L.LightningModule):
         metrics = self.update_metrics.compute()
         self.update_metrics.reset()
         if first:  # the policy that is scored is still the one that sampled
-            self.mismatch_metrics.update(batch, outcome.record.ratio)
-            metrics |= self.mismatch_metrics.compute()
-            self.mismatch_metrics.reset()
+            metrics |= self._measure_mismatch(batch, outcome.record)
         if outcome.kl is None:
             del metrics["policy/kl_ref"]
         if not math.isnan(outcome.tau_h):
@@ -597,15 +632,36 @@ class StapoModule(L.LightningModule):
             "time/update_s": outcome.update_seconds,
         }
 
+    def _measure_mismatch(self, batch: RolloutBatch, record: UpdateRecord) -> dict[str, float]:
+        self.mismatch_metrics.update(batch, record.log_ratio)
+        metrics = self.mismatch_metrics.compute()
+        self.mismatch_metrics.reset()
+        mean = metrics["rollout/logprob_diff_mean"]
+        if not mean <= self.max_logprob_diff:
+            raise EngineMismatchError(
+                f"rollout/logprob_diff_mean={mean:.3g} in the rollout before update {self.global_step}: the engine's"
+                " log-probs of the tokens it sampled are further from the policy's than model.max_logprob_diff="
+                f"{self.max_logprob_diff}. Either the engine holds stale or other weights, or it computes the model"
+                " differently (its dtype, trainer.precision, quantisation). Where the distance is meant, raise"
+                " model.max_logprob_diff and correct for it with model.importance"
+            )
+        return metrics
+
     # ---- validate, test, predict ------------------------------------------------------------------------------------
 
     def on_validation_epoch_start(self) -> None:
-        """Empties the tables."""
+        """Empties the tables and wakes the engine."""
         self._empty_tables("validate")
+        self._data.wake_engine()
 
     def on_test_epoch_start(self) -> None:
-        """Empties the tables."""
+        """Empties the tables and wakes the engine."""
         self._empty_tables("test")
+        self._data.wake_engine()
+
+    def on_predict_epoch_start(self) -> None:
+        """Wakes the engine."""
+        self._data.wake_engine()
 
     def validation_step(self, batch: EvalBatch, batch_idx: int) -> None:
         """Enters the problems into the tables."""
@@ -618,6 +674,7 @@ class StapoModule(L.LightningModule):
     def on_validation_epoch_end(self) -> None:
         """Publishes val/<benchmark>/<decoding>/..."""
         join(self.policy)
+        self._data.engine.sleep()
         self._publish("val")
 
     def on_validation_end(self) -> None:
@@ -632,19 +689,25 @@ class StapoModule(L.LightningModule):
     def on_test_epoch_end(self) -> None:
         """Publishes test/<benchmark>/<decoding>/..."""
         join(self.policy)
+        self._data.engine.sleep()
         self._publish("test")
 
     def on_predict_epoch_end(self) -> None:
-        """Waits for the ranks that have more to complete."""
+        """Waits for the ranks that have more to complete, and puts the engine to sleep."""
         join(self.policy)
+        self._data.engine.sleep()
 
     def predict_step(self, batch: EvalBatch, batch_idx: int) -> EvalBatch:
         """Hands the completions to the prediction writer."""
         return batch
 
+    @property
+    def _data(self) -> Any:
+        # A RolloutDataModule in practice.
+        return self.trainer.datamodule  # type: ignore[attr-defined]
+
     def _empty_tables(self, stage: str) -> None:
-        data = self.trainer.datamodule  # type: ignore[attr-defined]
-        self.problem_tables = torch.nn.ModuleList(map(ProblemTable, data.evaluations(stage))).to(self.device)
+        self.problem_tables = torch.nn.ModuleList(map(ProblemTable, self._data.evaluations(stage))).to(self.device)
 
     def _enter(self, batch: EvalBatch) -> None:
         tables: Any = self.problem_tables
@@ -723,7 +786,7 @@ def _join(records: list[UpdateRecord]) -> UpdateRecord:
         ),
         silenced=pad_rows([r.silenced for r in records]),
         candidates=pad_rows([r.candidates for r in records]),
-        ratio=pad_rows([r.ratio for r in records]),
+        log_ratio=pad_rows([r.log_ratio for r in records]),
         clipped=pad_rows([r.clipped for r in records]),
         updates=(records[0].updates[0], records[-1].updates[-1]),
     )

@@ -16,6 +16,7 @@ from tests.cli import parse
 ROOT = Path(__file__).parents[1]
 METHODS = sorted(path.stem for path in (ROOT / "configs" / "methods").glob("*.yaml"))
 DATA = sorted(path.stem for path in (ROOT / "configs" / "data").glob("*.yaml"))
+SCALE = ["fsdp", "vllm", "vllm_server"]
 STANDALONE = ("quickstart", "base")
 
 
@@ -28,7 +29,7 @@ def test_every_config_is_covered():
         "laptop",
         *(f"methods/{method}" for method in METHODS),
         *(f"data/{data}" for data in DATA),
-        "scale/fsdp",
+        *(f"scale/{scale}" for scale in SCALE),
     }
 
 
@@ -67,6 +68,15 @@ def test_the_fsdp_overlay_shards(name):
         "reduce": "once",
         "cpu_offload": True,
     }
+
+
+@pytest.mark.parametrize("engine", ["VLLMEngine", "VLLMServerEngine"])
+def test_an_engine_overlay_replaces_the_other(engine):
+    names = ["vllm", "vllm_server"] if engine == "VLLMServerEngine" else ["vllm_server", "vllm"]
+    for base in STANDALONE:
+        config = parse(f"configs/{base}.yaml", *(f"configs/scale/{name}.yaml" for name in names))
+        assert config.data.engine.class_path == f"stapo_lightning.rollout.{engine}"
+        assert config.model.max_logprob_diff == 0.1
 
 
 def test_all_methods_are_there():

@@ -1,6 +1,7 @@
 """The optimiser step: what must not change it, what must be skipped, what must be checked first."""
 
 import copy
+import math
 
 import lightning as L
 import pytest
@@ -8,9 +9,9 @@ import torch
 
 from stapo_lightning.batch import RolloutBatch, UpdateRecord
 from stapo_lightning.data import ArithmeticPrompts
-from stapo_lightning.errors import ConfigError, NonFiniteError, RewardError
+from stapo_lightning.errors import ConfigError, EngineMismatchError, NonFiniteError, RewardError
 from stapo_lightning.models import load_causal_lm
-from stapo_lightning.objective import S2T, RandomCandidates, SequenceMean, Surrogate
+from stapo_lightning.objective import S2T, RandomCandidates, SequenceMean, Surrogate, TokenMean, TruncatedImportance
 from stapo_lightning.objective.surrogate import SurrogateOutput
 from stapo_lightning.rewards import BoxedMatch, Reward
 from stapo_lightning.rollout import Sampling
@@ -62,7 +63,9 @@ def update(
     recorder = Recorder()
     # A large rate, so that the parameters' own rounding (6e-8 below 1) does not hide the gradient's.
     settings = {"optimizer": lambda params: torch.optim.SGD(params, lr=10.0)} | settings
-    settings = {"prompts_per_update": len(batch) // batch.group_size, "selector": S2T(tau_p=0.05)} | settings
+    # The old log-probs of these tests are not those of the policy.
+    settings = {"max_logprob_diff": math.inf, "selector": S2T(tau_p=0.05)} | settings
+    settings = {"prompts_per_update": len(batch) // batch.group_size} | settings
     policy = module(**settings)
     before = parameters(load_causal_lm(policy.policy_name, "sdpa"))
     run = trainer(folder, max_steps=1, callbacks=[recorder, *callbacks])
@@ -280,6 +283,104 @@ def test_recorded_scores_serve_the_first_update_of_a_rollout_only(rollout, refer
     run.fit(module(prompts_per_update=4, tokens_per_micro_batch=333, share_prompts=False), datamodule=Replay(batch))
     # 16 rows an update; the second scores its 16 before it trains them.
     assert counts.rows == {True: 32, False: 16}
+
+
+# ---- an engine that is not the policy -------------------------------------------------------------------------------
+
+
+def _by_an_engine(rollout, reference):
+    """The batch as an engine gives it whose log-probs lie up to 1 nat off the policy's, and the policy's own."""
+    batch = _with_resting_groups(rollout)
+    noise = torch.rand(batch.old_log_probs.shape, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    policys = reference[1].scores.log_probs
+    batch.old_log_probs = (policys + noise).masked_fill(~batch.completion_mask, 0.0)
+    return batch, policys
+
+
+class WeightedTokens(TokenMean):
+    """The token mean with a factor for each token."""
+
+    def __init__(self, factors) -> None:
+        self.factors = factors
+
+    def __call__(self, keep, ranks):
+        return super().__call__(keep, ranks) * self.factors
+
+
+@pytest.mark.parametrize("budget", [100_000, 333])
+def test_importance_multiplies_each_tokens_loss(budget, rollout, reference, tmp_path):
+    # w = min(pi_old / pi_engine, 1.5), with |log w| up to 1; the ratio that is clipped is 1, as the policy is pi_old.
+    batch, policys = _by_an_engine(rollout, reference)
+    settings = dict(importance=TruncatedImportance(1.5), tokens_per_micro_batch=budget)
+    change, record, metrics = update(tmp_path, batch, **settings)
+
+    weights = (policys - batch.old_log_probs).exp().clamp(max=1.5).masked_fill(~batch.completion_mask, 1.0)
+    plain = copy.deepcopy(batch)
+    plain.old_log_probs = policys
+    expected, expected_record, _ = update(tmp_path, plain, aggregation=WeightedTokens(weights))
+    assert_same_update(change, expected)
+    assert torch.equal(record.silenced, expected_record.silenced)
+    assert record.log_ratio.abs().max() < 1e-5 and not record.clipped.any()
+    assert (change - update(tmp_path, plain)[0]).abs().max() > 1e-2 * change.abs().max()
+
+    mask = batch.completion_mask
+    assert metrics["rollout/importance_mean"] == pytest.approx(weights[mask].mean().item(), rel=1e-5)
+    assert metrics["rollout/importance_min"] == pytest.approx(weights[mask].min().item(), rel=1e-4)
+    assert metrics["rollout/importance_truncated_fraction"] == pytest.approx(
+        (weights[mask] == 1.5).double().mean().item(), abs=1e-3
+    )
+    # Noise that is uniform in [-1, 1] has mean size 0.5.
+    assert metrics["rollout/logprob_diff_mean"] == pytest.approx(0.5, abs=0.03)
+
+
+def test_importance_takes_the_old_policy_before_the_first_update_of_the_rollout(rollout, reference, tmp_path):
+    batch, policys = _by_an_engine(rollout, reference)
+    recorder, counts = Recorder(), CountsForwards()
+    run = trainer(tmp_path, max_steps=2, callbacks=[recorder, counts])
+    policy = module(importance=TruncatedImportance(), max_logprob_diff=math.inf)
+    run.fit(policy, datamodule=Replay(copy.deepcopy(batch)))
+    (record,) = recorder.records
+    assert record.log_ratio[:16].abs().max() < 1e-5
+    # The second update meets a policy that has moved from where the rollout was scored, not from the engine.
+    moved = (record.scores.log_probs - policys).masked_fill(~batch.completion_mask, 0.0)[16:]
+    assert moved.abs().max() > 1e-4
+    torch.testing.assert_close(record.log_ratio[16:], moved, atol=1e-5, rtol=0)
+    # 32 rows before the first update, to which the 8 resting ones belong; those of the second are scored as they train.
+    assert counts.rows == {True: 24, False: 32}
+
+
+def test_an_engine_that_agrees_is_not_corrected(rollout, reference, tmp_path):
+    batch = _recorded(_all_moving(rollout), reference[1])
+    corrected, _, metrics = update(tmp_path, batch, importance=TruncatedImportance())
+    assert_same_update(corrected, update(tmp_path, batch)[0])
+    assert metrics["rollout/importance_mean"] == pytest.approx(1, abs=1e-5)
+    assert metrics["rollout/importance_truncated_fraction"] == 0
+
+
+@pytest.mark.parametrize("importance", [None, TruncatedImportance()])
+def test_an_engine_far_from_the_policy_stops_the_run(importance, rollout, reference, tmp_path):
+    batch, _ = _by_an_engine(rollout, reference)
+    pattern = r"(?s)rollout/logprob_diff_mean=0\.[45].* before update 1: .*model\.max_logprob_diff=0\.3\..*stale"
+    with pytest.raises(EngineMismatchError, match=pattern):
+        update(tmp_path, batch, importance=importance, max_logprob_diff=0.3)
+    update(tmp_path, batch, importance=importance, max_logprob_diff=0.6)
+
+
+def test_a_log_prob_that_is_no_number_stops_the_run(rollout, reference, tmp_path):
+    batch, _ = _by_an_engine(rollout, reference)
+    batch.old_log_probs[0, 0] = math.nan
+    with pytest.raises(EngineMismatchError, match="logprob_diff_mean=nan"):
+        update(tmp_path, batch)
+
+
+def test_bounds_of_the_mismatch(tmp_path):
+    policy = module(max_logprob_diff=0.0, importance=TruncatedImportance(0.5))
+    with pytest.raises(ConfigError) as error:
+        trainer(tmp_path).fit(policy, datamodule=datamodule())
+    assert error.value.problems == [
+        "TruncatedImportance.cap=0.5: must be at least 1",
+        "model.max_logprob_diff=0.0: must be above 0",
+    ]
 
 
 def test_equal_rewards_leave_the_policy_alone(rollout, tmp_path):

@@ -415,8 +415,10 @@ class RolloutDataModule(L.LightningDataModule):
     def _rollout(self, batch: PromptBatch) -> RolloutBatch:
         started = time.perf_counter()
         uids = _repeat(batch.uids, self.group_size)
+        self.wake_engine()
         completions = self._generate(batch, uids, self.sampling, "train")
         join(self._module.policy)
+        self.engine.sleep()
         rows = self._completions([prompt for prompt in batch.prompts for _ in range(self.group_size)], completions)
         sampled = time.perf_counter()
         scored = self._score_rows(self.reward, rows)
@@ -481,6 +483,10 @@ class RolloutDataModule(L.LightningDataModule):
             for row, verdict, rule in zip(rows, correct, by_rule, strict=True)
         ]
         return [scored[i : i + k] for i in range(0, len(scored), k)]
+
+    def wake_engine(self) -> None:
+        """Gives the engine the policy's weights; every rank does, before a rollout and before held-out prompts."""
+        self.engine.wake(self._module.policy)
 
     def _generate(self, batch: PromptBatch, uids: Tensor, sampling: Sampling, purpose: str) -> Completions:
         streams = hash_keys(self.seed, torch.full_like(uids, zlib.crc32(purpose.encode())), uids)

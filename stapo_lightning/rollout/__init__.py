@@ -2,5 +2,7 @@
 
 from stapo_lightning.rollout.engine import RolloutEngine, Sampling, Vocabulary
 from stapo_lightning.rollout.hf import HFEngine
+from stapo_lightning.rollout.vllm import VLLMEngine
+from stapo_lightning.rollout.vllm_server import VLLMServerEngine
 
-__all__ = ["HFEngine", "RolloutEngine", "Sampling", "Vocabulary"]
+__all__ = ["HFEngine", "RolloutEngine", "Sampling", "VLLMEngine", "VLLMServerEngine", "Vocabulary"]

@@ -53,7 +53,17 @@ class Vocabulary:
 
 
 class RolloutEngine(ABC):
-    """Samples groups of completions from the current policy."""
+    """Samples groups of completions from the current policy.
+
+    An engine is awake while it samples: `wake`, `generate` as often as there are batches, `sleep`. Every rank wakes and
+    puts to sleep together, and the policy does not change in between.
+    """
+
+    def wake(self, policy: nn.Module) -> None:  # noqa: B027 - nothing to do is a good default
+        """Takes the policy's weights as they are now; nothing to do where the policy itself samples.
+
+        What all ranks have to do together belongs here: `generate` is called more often on one than on another.
+        """
 
     @abstractmethod
     def generate(
@@ -70,6 +80,9 @@ class RolloutEngine(ABC):
             vocabulary: End and pad ids.
 
         """
+
+    def sleep(self) -> None:  # noqa: B027
+        """Frees what is not needed while the policy updates."""
 
     def problems(self) -> list[str]:
         """Arguments out of range, one sentence each; read before a run starts."""
