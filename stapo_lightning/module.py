@@ -72,7 +72,6 @@ class _Outcome:
     record: UpdateRecord
     clipped_low: Tensor
     kl: Tensor | None
-    tau_h: float
     loss: float
     grad_norm: float
     score_seconds: float
@@ -522,9 +521,10 @@ class StapoModule(L.LightningModule):
             ratio=in_order([output.ratio for output in outputs]),
             clipped=low | high,
             updates=(self.global_step, self.global_step),
+            tau_h=(float(selection.tau_h),),
         )
         kl = in_order([output.kl for output in outputs if output.kl is not None]) if self.reference else None
-        return _Outcome(record, low, kl, float(selection.tau_h), loss, grad_norm, score_seconds, update_seconds)
+        return _Outcome(record, low, kl, loss, grad_norm, score_seconds, update_seconds)
 
     # ---- measurements -----------------------------------------------------------------------------------------------
 
@@ -544,8 +544,9 @@ class StapoModule(L.LightningModule):
             self.mismatch_metrics.reset()
         if outcome.kl is None:
             del metrics["policy/kl_ref"]
-        if not math.isnan(outcome.tau_h):
-            metrics["s2t/tau_h"] = outcome.tau_h
+        (tau_h,) = outcome.record.tau_h
+        if not math.isnan(tau_h):
+            metrics["s2t/tau_h"] = tau_h
         return metrics | {
             "policy/loss": outcome.loss,
             "policy/grad_norm": outcome.grad_norm,
@@ -668,4 +669,5 @@ def _join(records: list[UpdateRecord]) -> UpdateRecord:
         ratio=pad_rows([r.ratio for r in records]),
         clipped=pad_rows([r.clipped for r in records]),
         updates=(records[0].updates[0], records[-1].updates[-1]),
+        tau_h=tuple(tau_h for r in records for tau_h in r.tau_h),
     )
