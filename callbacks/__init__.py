@@ -8,6 +8,7 @@ from callbacks.prediction_writer import PredictionWriter
 from callbacks.quadrants import Quadrants
 from callbacks.run_summary import RunSummary
 from callbacks.silenced_tokens import SilencedTokens
+from callbacks.token_viewer import TokenViewer
 
 __all__ = [
     "CompletionLogger",
@@ -18,4 +19,5 @@ __all__ = [
     "Quadrants",
     "RunSummary",
     "SilencedTokens",
+    "TokenViewer",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from stapo_lightning.errors import bounded, raise_problems
 from stapo_lightning.microbatch import passes
 from stapo_lightning.models import backbone, output_head, rollout_mode
 from stapo_lightning.objective import (
-    TokenSelector,
     logit_gradient_weight,
     squared_logit_gradient_norm,
     squared_logit_gradients,
@@ -47,8 +46,8 @@ class SilencedTokens(L.Callback):
     written to TensorBoard's Text tab with the five tokens that were likelier, and a chart to its Images tab: which
     tokens are silenced how often, against candidates (A > 0 and unlikely) that survive.
 
-    The likeliest tokens come from a forward over the few rows that are shown. It is made in the moment of selection, by
-    a wrapper around `model.selector`: with the weights that silenced the token, also in the later updates of a rollout.
+    The likeliest tokens come from a forward over the few rows that are shown. It is made right after the selection, as
+    an observer of it: with the weights that silenced the token, also in the later updates of a rollout.
     Tokens of all ranks are recorded; rank 0 writes.
 
     Args:
@@ -77,7 +76,8 @@ class SilencedTokens(L.Callback):
         self.frequency: dict[str, Counter[int]] = {"silenced": Counter(), "surviving": Counter()}
         self.drawn_at = 0
         self.last_update = 0
-        self._selector: TokenSelector | None = None
+        self.path: Path | None = None
+        self._observer: Callable[..., None] | None = None
         self._likeliest: dict[int, _Likeliest] = {}
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -95,32 +95,42 @@ class SilencedTokens(L.Callback):
     # ---- the moment of selection ------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Opens the file, without what a resumed run had written after its checkpoint, and looks on at the selector."""
+        """Opens the file, without what a resumed run had written after its checkpoint, and observes the selection."""
         folder = Path(trainer.log_dir or trainer.default_root_dir)  # a broadcast: every rank asks
-        self.path = folder / "silenced_tokens.jsonl"
+        path = folder / "silenced_tokens.jsonl"
         if trainer.is_global_zero:
-            kept = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
+            kept = path.read_text().splitlines(keepends=True) if path.exists() else []
             folder.mkdir(parents=True, exist_ok=True)
-            self.path.write_text("".join(line for line in kept if _is_up_to(line, trainer.global_step)))
-        self._selector = pl_module.selector
-        pl_module.selector = _Watched(pl_module.selector, self, pl_module)
+            path.write_text("".join(line for line in kept if _is_up_to(line, trainer.global_step)))
+        self.path = path
+
+        def observe(batch: RolloutBatch, scores: TokenScores, selection: Selection, update: int) -> None:
+            self.on_selection(pl_module, batch, scores, selection, update)
+
+        self._observer = observe
+        pl_module.selection_observers.append(observe)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Draws the last chart."""
-        self._stop_watching(pl_module)
+        self._stop_observing(pl_module)
         if self.every_n_updates and self.last_update > self.drawn_at:
             self._draw(trainer, pl_module)
 
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Says where the file lies, after the progress bar has gone."""
+        if stage == "fit" and trainer.is_global_zero and self.path is not None:
+            print(f"which tokens {self.path}")
+
     def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
         """Leaves the module as it was."""
-        self._stop_watching(pl_module)
+        self._stop_observing(pl_module)
 
-    def _stop_watching(self, pl_module: Any) -> None:
-        if self._selector is not None:
-            pl_module.selector, self._selector = self._selector, None
+    def _stop_observing(self, pl_module: Any) -> None:
+        if self._observer in pl_module.selection_observers:
+            pl_module.selection_observers.remove(self._observer)
 
     def on_selection(
-        self, pl_module: Any, batch: RolloutBatch, scores: TokenScores, selection: Selection, ranks: Ranks, update: int
+        self, pl_module: Any, batch: RolloutBatch, scores: TokenScores, selection: Selection, update: int
     ) -> None:
         """Finds the likeliest tokens in the places of the silenced ones that may be shown.
 
@@ -129,7 +139,6 @@ class SilencedTokens(L.Callback):
             batch: The mini-batch of this rank.
             scores: Its scores.
             selection: Of its tokens.
-            ranks: All of them make this call.
             update: Number of the update, from 1.
 
         """
@@ -141,7 +150,7 @@ class SilencedTokens(L.Callback):
             gradient = squared_logit_gradient_norm(weight, scores.probs, scores.collision)
             row, step = selection.silenced.nonzero(as_tuple=True)
             largest = gradient[row, step].argsort(descending=True, stable=True)[: self.examples]
-            self._likeliest[update] = _likeliest(pl_module, batch, row[largest], step[largest], ranks)
+            self._likeliest[update] = _likeliest(pl_module, batch, row[largest], step[largest])
 
     # ---- after the updates ------------------------------------------------------------------------------------------
 
@@ -152,13 +161,13 @@ class SilencedTokens(L.Callback):
         self.last_update = record.updates[1]
         self._count(batch, record, pl_module.ranks)
         for entries in self._entries(pl_module, batch, record):
-            if trainer.is_global_zero:
+            if trainer.is_global_zero and self.path is not None:
                 with self.path.open("a") as file:
                     file.writelines(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries)
                 if isinstance(trainer.logger, TensorBoardLogger) and entries:
                     update = entries[0]["update"]
                     if due(update, self.every_n_updates):
-                        text = _as_markdown(entries[: self.examples], type(self._selector).__name__)
+                        text = _as_markdown(entries[: self.examples], type(pl_module.selector).__name__)
                         trainer.logger.experiment.add_text("silenced_tokens", text, update)
         self._likeliest.clear()
         if record.is_due(self.every_n_updates):
@@ -185,7 +194,7 @@ class SilencedTokens(L.Callback):
             lines.sort(key=lambda line: -line[_COLUMNS.index("gradient")])
             shared = {
                 "silenced_in_update": count,
-                "tau_p": getattr(self._selector, "tau_p", None),
+                "tau_p": getattr(pl_module.selector, "tau_p", None),
                 "tau_h": _number(record.tau_h[place]) if record.tau_h else None,
             }
             yield self._lines(pl_module.tokenizer, lines[: self.lines_per_update], total, shared)
@@ -271,23 +280,6 @@ class SilencedTokens(L.Callback):
         self.frequency = {kind: Counter(counts) for kind, counts in state_dict["frequency"].items()}
 
 
-class _Watched(TokenSelector):
-    """A selector that selects as `inner` does and shows the callback what it selected."""
-
-    def __init__(self, inner: TokenSelector, callback: SilencedTokens, pl_module: Any) -> None:
-        self.inner = inner
-        self.callback = callback
-        self.pl_module = pl_module
-
-    def problems(self) -> list[str]:
-        return self.inner.problems()
-
-    def __call__(self, batch: RolloutBatch, scores: TokenScores, ranks: Ranks, update: int) -> Selection:
-        selection = self.inner(batch, scores, ranks, update)
-        self.callback.on_selection(self.pl_module, batch, scores, selection, ranks, update + 1)
-        return selection
-
-
 @dataclass
 class _Likeliest:
     """The likeliest tokens in some places of a mini-batch.
@@ -306,13 +298,13 @@ class _Likeliest:
     probs: Tensor
 
 
-def _likeliest(pl_module: Any, batch: RolloutBatch, row: Tensor, step: Tensor, ranks: Ranks) -> _Likeliest:
+def _likeliest(pl_module: Any, batch: RolloutBatch, row: Tensor, step: Tensor) -> _Likeliest:
     rows = row.unique()
     count = min(_LIKELIEST, pl_module.policy.config.vocab_size)
     ids = row.new_full((len(row), _LIKELIEST), -1)
     probs = torch.full(ids.shape, -1.0, device=row.device)
     # Ranks with sharded weights go through the policy in step, whether they have something to show or not.
-    forwards = passes(rows, batch.sequence_lengths, pl_module.tokens_per_micro_batch, ranks)
+    forwards = passes(rows, batch.sequence_lengths, pl_module.tokens_per_micro_batch, pl_module.ranks)
     with rollout_mode(pl_module.policy):
         states, head = backbone(pl_module.policy), output_head(pl_module.policy)
         for number, chosen in enumerate(forwards.rows):

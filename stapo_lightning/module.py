@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,6 +158,9 @@ class StapoModule(L.LightningModule):
         self.policy: PreTrainedModel | None = None
         self.reference: list[PreTrainedModel] = []  # in a list: outside the module tree and so outside every checkpoint
         self.ranks = Ranks()
+        # For callbacks that ask the policy about a selection: called with mini-batch, scores, selection and the number
+        # of the update (from 1) on every rank, before the update moves the weights.
+        self.selection_observers: list[Callable[[RolloutBatch, TokenScores, Selection, int], None]] = []
         self.rollout_metrics = RolloutMetrics()
         self.update_metrics = UpdateMetrics()
         self.mismatch_metrics = MismatchMetrics()
@@ -410,6 +413,8 @@ class StapoModule(L.LightningModule):
 
         # I_S2T over the whole mini-batch and all ranks, then one global denominator.
         selection = self.selector(batch, scores, self.ranks, self.global_step)
+        for observe in self.selection_observers:
+            observe(batch, scores, selection, self.global_step + 1)
         keep = batch.completion_mask & ~selection.silenced
         weights = self.aggregation(keep, self.ranks)
 
