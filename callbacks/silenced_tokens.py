@@ -167,7 +167,7 @@ class SilencedTokens(L.Callback):
                 if isinstance(trainer.logger, TensorBoardLogger) and entries:
                     update = entries[0]["update"]
                     if due(update, self.every_n_updates):
-                        text = _as_markdown(entries[: self.examples], type(pl_module.selector).__name__)
+                        text = as_markdown(entries[: self.examples], type(pl_module.selector).__name__)
                         trainer.logger.experiment.add_text("silenced_tokens", text, update)
         self._likeliest.clear()
         if record.is_due(self.every_n_updates):
@@ -337,7 +337,7 @@ def _percent(share: float) -> str:
     return f"{100 * share:.3g} %"
 
 
-def _as_markdown(entries: list[dict[str, Any]], selector: str) -> str:
+def as_markdown(entries: list[dict[str, Any]], selector: str) -> str:
     """A list of silenced tokens. No table: TensorBoard breaks the words of its narrow columns."""
     first = entries[0]
     bounds = [f"{name} = {first[name]:.4g}" for name in ("tau_p", "tau_h") if first[name] is not None]
