@@ -125,7 +125,7 @@ class EntropyProfile(L.Callback):
             over_training.plot(updates, values, color=colour, label=f"{100 * q:g} %", linewidth=1.2, marker=marker)
         over_training.set(title="Quantiles of the token entropy", xlabel="update", ylabel="entropy / nats")
         handles, labels = over_training.get_legend_handles_labels()
-        over_training.legend(handles[::-1], labels[::-1], title="quantile", fontsize=8, loc="upper right")
+        over_training.legend(handles[::-1], labels[::-1], title="quantile", fontsize=8, loc="center right")
 
         # A handful of periods can be told apart: the first, the last, and some evenly between.
         count = min(6, len(self.curves))
@@ -141,6 +141,8 @@ class EntropyProfile(L.Callback):
             title="Mean entropy by position in the completion", xlabel="position / tokens", ylabel="entropy / nats"
         )
         by_position.legend(title="updates", fontsize=8)
+        # Most tokens have next to no entropy and some have a lot: a square-root scale shows both.
+        over_training.set_yscale("function", functions=(lambda h: abs(h) ** 0.5, lambda root: root**2))
         for axes in (over_training, by_position):
             axes.set_ylim(bottom=0)
             axes.grid(alpha=0.3)

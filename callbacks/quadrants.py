@@ -18,9 +18,11 @@ from stapo_lightning.optional import optional, require
 
 QUADRANTS = ("low_prob_low_entropy", "low_prob_high_entropy", "high_prob_low_entropy", "high_prob_high_entropy")
 
-# Cells of the picture: log10 of the probability from this to 0, entropy from 0 to ln V.
+# Cells of the picture: log10 of the probability from this to 0, and the cube root of the entropy from 0 to that of
+# ln V: tau_h may be a hundredth of the highest entropy.
 _LOWEST = -8.0
 _CELLS = (64, 64)
+_TICKS = (0.0, 0.001, 0.01, 0.05, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
 
 
 class Quadrants(L.Callback):
@@ -119,7 +121,7 @@ class Quadrants(L.Callback):
         self.highest = math.log(vocabulary)
         columns, lines = _CELLS
         column = (columns * (1 - log_probs / math.log(10) / _LOWEST)).long().clamp(0, columns - 1)
-        line = (lines * entropy / self.highest).long().clamp(0, lines - 1)
+        line = (lines * (entropy / self.highest).clamp(min=0) ** (1 / 3)).long().clamp(0, lines - 1)
         cell = column * lines + line
         cells = torch.stack(
             [torch.bincount(cell, minlength=columns * lines).double(), torch.bincount(cell, gradient, columns * lines)]
@@ -142,31 +144,35 @@ class Quadrants(L.Callback):
         if self.first_update < self.last_update:
             span = f"updates {self.first_update} to {self.last_update}"
         figure.suptitle(f"Tokens with A > 0, {span}")
+        highest = self.highest ** (1 / 3)
+        tau_h = self.tau_h ** (1 / 3)
         reached = cells[0].sum(0).nonzero()
-        top = self.highest * (float(reached.max()) + 1 if len(reached) else 1.0) / _CELLS[1]
-        top = min(self.highest, max(1.1 * top, 1.3 * (0.0 if math.isnan(self.tau_h) else self.tau_h)))
+        top = highest * (float(reached.max()) + 2 if len(reached) else 1.0) / _CELLS[1]
+        top = min(highest, max(top, 1.3 * (0.0 if math.isnan(tau_h) else tau_h)))
         names = ("tokens", "squared logit-gradient norm")
         for axes, values, totals, name in zip(figure.subplots(1, 2), cells, self._totals.cpu(), names, strict=True):
             shown = torch.where(values > 0, values / values.sum(), torch.nan).T.numpy()
             norm = colors.LogNorm(vmin=1e-5, vmax=1.0, clip=True)
             image = axes.imshow(
-                shown, origin="lower", aspect="auto", extent=(_LOWEST, 0, 0, self.highest), cmap="YlOrRd", norm=norm
+                shown, origin="lower", aspect="auto", extent=(_LOWEST, 0, 0, highest), cmap="YlOrRd", norm=norm
             )
             figure.colorbar(image, ax=axes, label="share")
             axes.set_title(name)
             axes.set_xlabel("probability")
             axes.set_ylabel("entropy / nats")
             axes.set_ylim(0, top)
+            ticks = [h for h in _TICKS if h ** (1 / 3) <= top]
+            axes.set_yticks([h ** (1 / 3) for h in ticks], [f"{h:g}" for h in ticks])
             axes.set_xticks([-8, -6, -4, -2, 0], ["1e-8", "1e-6", "1e-4", "1e-2", "1"])
             tau_p = math.log10(self.used_tau_p)
             axes.axvline(tau_p, color="#1e293b", linewidth=1.2)
-            if math.isnan(self.tau_h):
+            if math.isnan(tau_h):
                 continue
-            axes.axhline(self.tau_h, color="#1e293b", linewidth=1.2)
+            axes.axhline(tau_h, color="#1e293b", linewidth=1.2)
             box = {"facecolor": "white", "alpha": 0.85, "edgecolor": "none", "pad": 2}
             for number, total in enumerate(totals.tolist()):
                 right, upper = number >= 2, number % 2
-                low, high = (self.tau_h, top) if upper else (0, self.tau_h)
+                low, high = (tau_h, top) if upper else (0, tau_h)
                 text = f"{_share(total, float(totals.sum())):.2%}" + (f"\n{total:,.0f}" if name == "tokens" else "")
                 axes.annotate(
                     text,
@@ -178,7 +184,10 @@ class Quadrants(L.Callback):
                     bbox=box,
                 )
             axes.annotate(
-                f"tau_p {self.used_tau_p:g}", (tau_p, top), xytext=(3, -4), textcoords="offset points", va="top"
+                f"tau_p = {self.used_tau_p:g}", (tau_p, top), xytext=(4, -5), textcoords="offset points", va="top"
+            )
+            axes.annotate(
+                f"tau_h = {self.tau_h:.2g}", (tau_p, tau_h), xytext=(4, 3), textcoords="offset points", va="bottom"
             )
         return figure
 

@@ -51,8 +51,8 @@ class SilencedTokens(L.Callback):
     Tokens of all ranks are recorded; rank 0 writes.
 
     Args:
-        every_n_updates: Updates between two entries in TensorBoard, the first update included; 0 for none. The chart
-            needs matplotlib.
+        every_n_updates: Updates between two entries in TensorBoard, the first update included; 0 for none. Where such
+            an update silences nothing, the next that does is shown. The chart needs matplotlib.
         examples: Silenced tokens of an entry, those of the largest gradient first, at least 1.
         context_tokens: Tokens before the silenced one that are kept, at least 1.
         lines_per_update: Most lines that one update adds to the file, at least 1: again the largest gradients.
@@ -77,6 +77,7 @@ class SilencedTokens(L.Callback):
         self.drawn_at = 0
         self.last_update = 0
         self.path: Path | None = None
+        self._owed = False  # an entry of an update that was due and silenced nothing
         self._observer: Callable[..., None] | None = None
         self._likeliest: dict[int, _Likeliest] = {}
 
@@ -142,7 +143,8 @@ class SilencedTokens(L.Callback):
             update: Number of the update, from 1.
 
         """
-        if due(update, self.every_n_updates):
+        # Where an update that is due silences nothing, the next one that does is shown.
+        if self._owed or self._likeliest or due(update, self.every_n_updates):
             advantages = batch.advantages[:, None]
             surrogate = pl_module.surrogate(scores.log_probs - batch.old_log_probs, advantages)
             clipped = surrogate.clipped_low | surrogate.clipped_high
@@ -160,15 +162,15 @@ class SilencedTokens(L.Callback):
         record: UpdateRecord = outputs["record"]
         self.last_update = record.updates[1]
         self._count(batch, record, pl_module.ranks)
-        for entries in self._entries(pl_module, batch, record):
+        for update, entries in self._entries(pl_module, batch, record):
+            self._owed = self._owed or due(update, self.every_n_updates)
             if trainer.is_global_zero and self.path is not None:
                 with self.path.open("a") as file:
                     file.writelines(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries)
-                if isinstance(trainer.logger, TensorBoardLogger) and entries:
-                    update = entries[0]["update"]
-                    if due(update, self.every_n_updates):
-                        text = as_markdown(entries[: self.examples], type(pl_module.selector).__name__)
-                        trainer.logger.experiment.add_text("silenced_tokens", text, update)
+                if self._owed and entries and isinstance(trainer.logger, TensorBoardLogger):
+                    text = as_markdown(entries[: self.examples], type(pl_module.selector).__name__)
+                    trainer.logger.experiment.add_text("silenced_tokens", text, update)
+            self._owed = self._owed and not entries
         self._likeliest.clear()
         if record.is_due(self.every_n_updates):
             self._draw(trainer, pl_module)
@@ -180,8 +182,10 @@ class SilencedTokens(L.Callback):
             for token, count in pairs:
                 self.frequency[kind][token] += count
 
-    def _entries(self, pl_module: Any, batch: RolloutBatch, record: UpdateRecord) -> Iterator[list[dict[str, Any]]]:
-        """The silenced tokens of all ranks, those of an update after the other, the largest gradients first."""
+    def _entries(
+        self, pl_module: Any, batch: RolloutBatch, record: UpdateRecord
+    ) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+        """The number of each update with its silenced tokens of all ranks, the largest gradients first."""
         gradient = squared_logit_gradients(batch, record)
         for place, (update, rows) in enumerate(record.by_update()):
             total = float(pl_module.ranks.sum(gradient[rows].sum()))
@@ -197,7 +201,7 @@ class SilencedTokens(L.Callback):
                 "tau_p": getattr(pl_module.selector, "tau_p", None),
                 "tau_h": _number(record.tau_h[place]) if record.tau_h else None,
             }
-            yield self._lines(pl_module.tokenizer, lines[: self.lines_per_update], total, shared)
+            yield update, self._lines(pl_module.tokenizer, lines[: self.lines_per_update], total, shared)
 
     def _table(
         self,
@@ -272,11 +276,12 @@ class SilencedTokens(L.Callback):
             trainer.logger.experiment.add_figure("silenced_tokens/frequency", figure, self.last_update)
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts of the chart: it shows the whole run, also over a resume."""
-        return {"frequency": {kind: dict(counts) for kind, counts in self.frequency.items()}}
+        """The counts of the chart, which shows the whole run, also over a resume."""
+        return {"owed": self._owed, "frequency": {kind: dict(counts) for kind, counts in self.frequency.items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the counts."""
+        """Restores them."""
+        self._owed = state_dict["owed"]
         self.frequency = {kind: Counter(counts) for kind, counts in state_dict["frequency"].items()}
 
 
@@ -402,7 +407,8 @@ def frequency_chart(frequency: dict[str, Counter[int]], tokenizer: Any, bars: in
         axes.set_yticks(
             range(len(most)), [drawable(visible(texts[i])) for i, _ in most], parse_math=False, family="monospace"
         )
-        axes.xaxis.set_major_formatter(optional("matplotlib.ticker", "plots", "SilencedTokens").PercentFormatter(1.0))
+        axes.locator_params(axis="x", nbins=5)
+        axes.xaxis.set_major_formatter(lambda share, _: f"{100 * share:g} %")
     return figure
 
 

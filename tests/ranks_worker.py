@@ -6,7 +6,18 @@ from stapo_lightning.cli import main
 
 METHODS = ("stapo", "grpo", "entropy20", "random_mask")
 # More candidates than the paper's 0.002 gives in so small a run: the quantile over both ranks must matter.
-FLAGS = {"stapo": ["--model.selector.tau_p=0.2"], "random_mask": ["--model.selector.tau_p=0.2"]}
+# What the callbacks write has to be the same as well.
+FLAGS = {
+    "stapo": [
+        "--model.selector.tau_p=0.2",
+        "--trainer.callbacks+=callbacks.SilencedTokens",
+        "--trainer.callbacks.every_n_updates=1",
+        "--trainer.callbacks+=callbacks.Quadrants",
+        "--trainer.callbacks+=callbacks.EntropyProfile",
+        "--trainer.callbacks+=callbacks.TokenViewer",
+    ],
+    "random_mask": ["--model.selector.tau_p=0.2"],
+}
 
 
 def run(method: str, ranks: int, folder: str) -> None:

@@ -26,6 +26,7 @@ def test_every_config_is_covered():
         "benchmarks",
         "debug",
         "laptop",
+        "tokens",
         *(f"methods/{method}" for method in METHODS),
         *(f"data/{data}" for data in DATA),
     }
@@ -53,6 +54,14 @@ EXPECTED = {
 def test_the_debug_overlay_shrinks_a_run(name):
     config = parse(f"configs/{name}.yaml", "configs/debug.yaml")
     assert (config.data.prompts_per_batch, config.model.prompts_per_update, config.trainer.max_steps) == (4, 4, 4)
+
+
+@pytest.mark.parametrize("name", STANDALONE)
+def test_the_tokens_overlay_adds_to_the_callbacks(name):
+    before = [callback.class_path for callback in parse(f"configs/{name}.yaml").trainer.callbacks]
+    after = [callback.class_path for callback in parse(f"configs/{name}.yaml", "configs/tokens.yaml").trainer.callbacks]
+    added = ["SilencedTokens", "Quadrants", "EntropyProfile", "TokenViewer"]
+    assert after == [*before, *(f"callbacks.{callback}" for callback in added)]
 
 
 def test_all_methods_are_there():
