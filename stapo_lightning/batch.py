@@ -243,6 +243,7 @@ class UpdateRecord:
         log_ratio: [N, T] log pi_theta - log pi_old; 0 at padding.
         clipped: [N, T] bool, low or high.
         updates: The numbers of the first and of the last update, counted from 1.
+        tau_h: The selector's threshold at each of these updates, nan where there was none; empty in synthetic records.
 
     """
 
@@ -252,6 +253,22 @@ class UpdateRecord:
     log_ratio: Tensor
     clipped: Tensor
     updates: tuple[int, int]
+    tau_h: tuple[float, ...] = ()
+
+    @property
+    def update_numbers(self) -> range:
+        """The numbers of these updates."""
+        return range(self.updates[0], self.updates[1] + 1)
+
+    def by_update(self) -> Iterator[tuple[int, slice]]:
+        """The number of each update with the rows that took part in it."""
+        rows = len(self.silenced) // len(self.update_numbers)
+        for place, number in enumerate(self.update_numbers):
+            yield number, slice(place * rows, (place + 1) * rows)
+
+    def is_due(self, every_n_updates: int) -> bool:
+        """Whether one of these updates is the first of all or a multiple of `every_n_updates`; 0 is never due."""
+        return any(due(number, every_n_updates) for number in self.update_numbers)
 
     @property
     def ratio(self) -> Tensor:
@@ -313,6 +330,11 @@ class EvalBatch:
     def to(self, *_: Any, **__: Any) -> EvalBatch:
         """The batch itself: it is on the CPU already. Lightning moves the predictions of `predict` there."""
         return self
+
+
+def due(update: int, every_n_updates: int) -> bool:
+    """Whether update number `update` (from 1) is the first or a multiple of `every_n_updates`; 0 is never due."""
+    return every_n_updates > 0 and (update == 1 or update % every_n_updates == 0)
 
 
 def pad_rows(tensors: Sequence[Tensor], width: int | None = None) -> Tensor:

@@ -13,12 +13,7 @@ from torchmetrics import Metric
 
 from stapo_lightning.batch import EvalSamples, RolloutBatch, UpdateRecord
 from stapo_lightning.evaluation import Evaluation
-from stapo_lightning.objective import (
-    ImportanceOutput,
-    group_statistics,
-    logit_gradient_weight,
-    squared_logit_gradient_norm,
-)
+from stapo_lightning.objective import ImportanceOutput, group_statistics, squared_logit_gradients
 
 
 class _Sums(Metric):
@@ -111,9 +106,7 @@ class UpdateMetrics(_Sums):
 
         """
         mask, silenced, scores = batch.completion_mask, record.silenced, record.scores
-        weight = logit_gradient_weight(record.ratio, batch.advantages[:, None], record.clipped)
-        weight = weight if batch.importance is None else weight * batch.importance
-        gradient = squared_logit_gradient_norm(weight, scores.probs, scores.collision).double() * mask
+        gradient = squared_logit_gradients(batch, record)
         difference = ((scores.log_probs - batch.old_log_probs) * mask).double()
         self._add(
             [mask.sum(), (scores.entropy * mask).double().sum(), -difference.sum(), clipped_low.sum(),

@@ -77,7 +77,6 @@ class _Outcome:
     record: UpdateRecord
     clipped_low: Tensor
     kl: Tensor | None
-    tau_h: float
     loss: float
     grad_norm: float
     score_seconds: float
@@ -177,6 +176,9 @@ class StapoModule(L.LightningModule):
         self.policy: PreTrainedModel | None = None
         self.reference: list[PreTrainedModel] = []  # in a list: outside the module tree and so outside every checkpoint
         self.ranks = Ranks()
+        # For callbacks that ask the policy about a selection: called with mini-batch, scores, selection and the number
+        # of the update (from 1) on every rank, before the update moves the weights.
+        self.selection_observers: list[Callable[[RolloutBatch, TokenScores, Selection, int], None]] = []
         self.rollout_metrics = RolloutMetrics()
         self.update_metrics = UpdateMetrics()
         self.mismatch_metrics = MismatchMetrics()
@@ -466,6 +468,8 @@ class StapoModule(L.LightningModule):
 
         # I_S2T over the whole mini-batch and all ranks, then one global denominator.
         selection = self.selector(batch, scores, self.ranks, self.global_step)
+        for observe in self.selection_observers:
+            observe(batch, scores, selection, self.global_step + 1)
         keep = batch.completion_mask & ~selection.silenced
         weights = self.aggregation(keep, self.ranks)
         weights = weights if batch.importance is None else weights * batch.importance
@@ -601,9 +605,10 @@ class StapoModule(L.LightningModule):
             log_ratio=in_order([output.log_ratio for output in outputs]),
             clipped=low | high,
             updates=(self.global_step, self.global_step),
+            tau_h=(float(selection.tau_h),),
         )
         kl = in_order([output.kl for output in outputs if output.kl is not None]) if self.reference else None
-        return _Outcome(record, low, kl, float(selection.tau_h), loss, grad_norm, score_seconds, update_seconds)
+        return _Outcome(record, low, kl, loss, grad_norm, score_seconds, update_seconds)
 
     # ---- measurements -----------------------------------------------------------------------------------------------
 
@@ -621,8 +626,9 @@ class StapoModule(L.LightningModule):
             metrics |= self._measure_mismatch(batch, outcome.record)
         if outcome.kl is None:
             del metrics["policy/kl_ref"]
-        if not math.isnan(outcome.tau_h):
-            metrics["s2t/tau_h"] = outcome.tau_h
+        (tau_h,) = outcome.record.tau_h
+        if not math.isnan(tau_h):
+            metrics["s2t/tau_h"] = tau_h
         return metrics | {
             "policy/loss": outcome.loss,
             "policy/grad_norm": outcome.grad_norm,
@@ -789,4 +795,5 @@ def _join(records: list[UpdateRecord]) -> UpdateRecord:
         log_ratio=pad_rows([r.log_ratio for r in records]),
         clipped=pad_rows([r.clipped for r in records]),
         updates=(records[0].updates[0], records[-1].updates[-1]),
+        tau_h=tuple(tau_h for r in records for tau_h in r.tau_h),
     )

@@ -17,8 +17,16 @@ METHODS = (
 )
 # More candidates than the paper's 0.002 gives in so small a run: the quantile over both ranks must matter.
 _MANY = ["--model.selector.tau_p=0.2"]
+# What the callbacks write has to be the same as well.
 FLAGS = {
-    "stapo": _MANY,
+    "stapo": [
+        *_MANY,
+        "--trainer.callbacks+=callbacks.SilencedTokens",
+        "--trainer.callbacks.every_n_updates=1",
+        "--trainer.callbacks+=callbacks.Quadrants",
+        "--trainer.callbacks+=callbacks.EntropyProfile",
+        "--trainer.callbacks+=callbacks.TokenViewer",
+    ],
     "fullmask": _MANY,
     "high_entropy_mask": _MANY,
     "random_mask": _MANY,

@@ -27,6 +27,7 @@ def test_every_config_is_covered():
         "benchmarks",
         "debug",
         "laptop",
+        "tokens",
         *(f"methods/{method}" for method in METHODS),
         *(f"data/{data}" for data in DATA),
         *(f"scale/{scale}" for scale in SCALE),
@@ -77,6 +78,14 @@ def test_an_engine_overlay_replaces_the_other(engine):
         config = parse(f"configs/{base}.yaml", *(f"configs/scale/{name}.yaml" for name in names))
         assert config.data.engine.class_path == f"stapo_lightning.rollout.{engine}"
         assert config.model.max_logprob_diff == 0.1
+
+
+@pytest.mark.parametrize("name", STANDALONE)
+def test_the_tokens_overlay_adds_to_the_callbacks(name):
+    before = [callback.class_path for callback in parse(f"configs/{name}.yaml").trainer.callbacks]
+    after = [callback.class_path for callback in parse(f"configs/{name}.yaml", "configs/tokens.yaml").trainer.callbacks]
+    added = ["SilencedTokens", "Quadrants", "EntropyProfile", "TokenViewer"]
+    assert after == [*before, *(f"callbacks.{callback}" for callback in added)]
 
 
 def test_all_methods_are_there():

@@ -1,5 +1,6 @@
 """One global denominator and one global quantile: the number of ranks does not change the update."""
 
+import json
 import os
 import subprocess
 import sys
@@ -45,6 +46,7 @@ def _scalars(folder: Path) -> dict[str, list[float]]:
 def test_two_ranks_measure_what_one_measures(runs, method, strategy):
     one, two = (_scalars(runs / name / method) for name in ("auto", strategy))
     assert one.keys() == two.keys()
+    assert ("quadrants/tau_h" in one) == ("entropy_profile/quantile_0.5" in one) == (method == "stapo")
     for tag, values in one.items():
         # logprob_diff is itself float32 rounding, of about 1e-6.
         assert two[tag] == pytest.approx(values, rel=1e-3, abs=1e-5), tag
@@ -52,6 +54,32 @@ def test_two_ranks_measure_what_one_measures(runs, method, strategy):
     if method not in ("grpo", "dapo", "justrl"):
         assert sum(one["s2t/silenced_count"]) >= 10
         assert one["s2t/silenced_count"] == two["s2t/silenced_count"]
+
+
+@pytest.mark.parametrize("strategy", SHARED)
+def test_two_ranks_record_the_silenced_tokens_of_one(runs, strategy):
+    folders = [runs / name / "stapo" for name in ("auto", strategy)]
+    one, two = (
+        [json.loads(line) for line in (folder / "silenced_tokens.jsonl").read_text().splitlines()] for folder in folders
+    )
+    assert len(one) == sum(_scalars(folders[0])["s2t/silenced_count"])
+    # Gradients that are equal to rounding may change places: by update, completion and position.
+    one, two = (sorted(lines, key=lambda x: (x["update"], x["completion"], x["position"])) for lines in (one, two))
+    assert len(one) == len(two)
+    # The likeliest tokens are found for the largest gradients, one rank's or both's.
+    assert sum(line["likeliest"] is not None for line in one) == 4 * 8
+    for a, b in zip(one, two, strict=True):
+        for name, value in a.items():
+            if isinstance(value, float):
+                assert b[name] == pytest.approx(value, rel=1e-3, abs=1e-6), name
+            elif name != "likeliest":
+                assert b[name] == value, name
+            elif value and b[name]:
+                assert [x["token"] for x in value] == [x["token"] for x in b[name]]
+                expected = [x["probability"] for x in value]
+                assert [x["probability"] for x in b[name]] == pytest.approx(expected, rel=1e-3)
+    for folder in folders:
+        assert (folder / "token_viewer" / "update-4.html").exists()
 
 
 @pytest.mark.parametrize("strategy", SHARED)
