@@ -10,7 +10,7 @@ FLAGS = {"stapo": ["--model.selector.tau_p=0.2"], "random_mask": ["--model.selec
 
 
 def run(method: str, ranks: int, folder: str) -> None:
-    """Four updates on two rollouts; the policy lands in <folder>/<method>/run/policy."""
+    """Four updates on two rollouts; the policy lands in <folder>/<method>/run/policy/latest."""
     main(
         [
             "fit",
