@@ -80,8 +80,10 @@ class EntropyGuard(L.Callback):
 
     A roll back puts weights and optimiser state of the best checkpoint (of the first ModelCheckpoint with a `monitor`)
     into the running fit. Updates and schedule go on from where the run is, and so do the prompts: the next rollout is
-    sampled from new ones, at a learning rate lowered by `lr_factor`. Where no checkpoint was saved yet, or after
-    `max_rollbacks`, it stops instead.
+    sampled from new ones, at a learning rate lowered by `lr_factor`. A second roll back takes the best that the run was
+    not put back to yet, where `save_top_k` kept one. Where no checkpoint was saved yet, or after `max_rollbacks`, the
+    run stops instead. A val/ tag is the better monitor: it measures the weights that are saved, where reward/mean is
+    from before the last rollout's updates.
 
     Args:
         action: What the alarm does: "warn", "stop" the run, or "rollback".
@@ -144,6 +146,7 @@ class EntropyGuard(L.Callback):
         self.held: dict[str, int] = {}
         self.pending: list[str] = []
         self.rollbacks = 0
+        self.returned: list[str] = []
 
     def problems(self, trainer: L.Trainer) -> list[str]:
         """What is wrong with the options."""
@@ -285,10 +288,7 @@ class EntropyGuard(L.Callback):
 
     def _act(self, trainer: L.Trainer, pl_module: Any, reasons: list[str]) -> None:
         because = "; ".join(reasons)
-        source = _monitored(trainer)
-        best = source.best_model_path if source is not None else ""
-        # One rank looks for all: a folder may be slow to show a file to every machine.
-        there = self.action == "rollback" and trainer.strategy.broadcast(bool(best) and Path(best).exists())
+        kept = self._kept_checkpoints(trainer) if self.action == "rollback" else {}
         if self.action == "warn":
             self._say(trainer, f"warning: {because}.")
         elif self.action == "stop":
@@ -297,20 +297,33 @@ class EntropyGuard(L.Callback):
             self._stop(
                 trainer, f"{because}. The run stops: it was rolled back max_rollbacks={self.max_rollbacks} times."
             )
-        elif not there:
+        elif not kept:
             self._stop(trainer, f"{because}. The run stops: there is no checkpoint yet to go back to.")
         else:
             self.rollbacks += 1
-            update = pl_module.return_to(best)
+            path = next((path for path in kept if path not in self.returned), next(iter(kept)))
+            self.returned.append(path)
+            update = pl_module.return_to(path)
             pl_module.lr_scale = self.lr_factor**self.rollbacks
             self.recent = [row for row in self.recent if row.update <= update]
             self.held = {}
-            score = f"{source.monitor} {float(source.best_model_score):.3g}"  # type: ignore[union-attr, arg-type]
             self._say(
                 trainer,
-                f"{because}. Rolled back to update {update} ({best}, {score}), number {self.rollbacks} of"
+                f"{because}. Rolled back to update {update} ({path}, {kept[path]}), number {self.rollbacks} of"
                 f" {self.max_rollbacks}; the learning rate is {pl_module.lr_scale:.3g} times the configured one.",
             )
+
+    @staticmethod
+    def _kept_checkpoints(trainer: L.Trainer) -> dict[str, str]:
+        """Path -> what made it stay, the best one first."""
+        source = _monitored(trainer)
+        if source is None:
+            return {}
+        scores = {path: float(score) for path, score in source.best_k_models.items()}
+        order = sorted(scores, key=lambda path: scores[path], reverse=source.mode == "max")
+        # One rank looks for all: a folder may be slow to show a file to every machine.
+        there = trainer.strategy.broadcast([Path(path).exists() for path in order])
+        return {path: f"{source.monitor} {scores[path]:.3g}" for path, found in zip(order, there, strict=True) if found}
 
     def _stop(self, trainer: L.Trainer, message: str) -> None:
         trainer.should_stop = True
@@ -343,13 +356,14 @@ class EntropyGuard(L.Callback):
             "held": self.held,
             "pending": self.pending,
             "rollbacks": self.rollbacks,
+            "returned": self.returned,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores what was seen before the resume."""
         self.start = [Row(*values) for values in state_dict["start"]]
         self.recent = [Row(*values) for values in state_dict["recent"]][-self.window :]
-        for name in ("best_reward", "best_accuracy", "held", "pending", "rollbacks"):
+        for name in ("best_reward", "best_accuracy", "held", "pending", "rollbacks", "returned"):
             setattr(self, name, state_dict[name])
 
 

@@ -76,7 +76,7 @@ def panels(runs: Sequence[Run], patterns: Sequence[str], smooth: int = 1) -> tup
     for run in runs:
         methods.setdefault(run.method, []).append(run)
     problems: list[str] = []
-    remarks: list[str] = []
+    remarks = _unequal_ends(methods)
     found = []
     for tag in tags:
         curves = []
@@ -96,14 +96,23 @@ def panels(runs: Sequence[Run], patterns: Sequence[str], smooth: int = 1) -> tup
                     f"{tag}: the seeds of {method} have no update in common: {spans}; name them apart with NAME=RUN"
                 )
                 continue
-            ends = {max(run.scalars[tag]) for run in having}
-            if len(ends) > 1:
-                remarks.append(f"{tag}: the seeds of {method} end at different updates; drawn up to {last}")
             curves.append(_curve(method, having, tag, first, last, smooth))
         found.append(Panel(tag, curves))
     if problems:
         raise ConfigError(problems)
     return found, remarks
+
+
+def _unequal_ends(methods: dict[str, list[Run]]) -> list[str]:
+    found = []
+    for method, runs in methods.items():
+        ends = {
+            str(run.folder): max((max(values) for values in run.scalars.values() if values), default=0) for run in runs
+        }
+        if len(set(ends.values())) > 1:
+            ended = ", ".join(f"{folder} at update {end}" for folder, end in ends.items())
+            found.append(f"the seeds of {method} end at different updates ({ended}): its curves end with the shortest")
+    return found
 
 
 def _shared_range(runs: Sequence[Run], tag: str) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from stapo_lightning.compare.curves import Curve, Panel
 from stapo_lightning.compare.runs import Run
-from stapo_lightning.compare.style import Ink, ink, number, ticks
+from stapo_lightning.compare.style import Ink, ink, number, ticks, width
 
 _WIDTH, _HEIGHT = 420, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 12, 10, 34
@@ -40,7 +40,7 @@ svg { display: block; width: 100%; height: auto; overflow: visible; }
 .legend svg { width: 30px; flex: none; }
 .grid { stroke: var(--line); stroke-width: 1; }
 .tick { fill: var(--faint); font: 11px system-ui, sans-serif; }
-.mean { fill: none; stroke: currentColor; stroke-width: 2; stroke-linejoin: round; }
+.mean { fill: none; stroke: currentColor; stroke-width: var(--width); stroke-linejoin: round; }
 .band { fill: currentColor; opacity: .18; }
 .dot { fill: currentColor; opacity: 0; }
 .dot:hover, .few .dot { opacity: 1; }
@@ -93,7 +93,10 @@ def html_page(found: Sequence[Panel], runs: Sequence[Run], remarks: Sequence[str
 
 
 def _colours(inks: dict[str, Ink], classes: dict[str, str]) -> str:
-    light = "".join(f".{classes[method]} {{ color: {found.light}; }}\n" for method, found in inks.items())
+    light = "".join(
+        f".{classes[method]} {{ color: {found.light}; --width: {width(place, len(inks)):.2g}; }}\n"
+        for place, (method, found) in enumerate(inks.items())
+    )
     dark = "".join(f".{classes[method]} {{ color: {found.dark}; }}\n" for method, found in inks.items())
     return f"{light}@media (prefers-color-scheme: dark) {{\n{dark}}}\n"
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from stapo_lightning.compare.curves import Panel
-from stapo_lightning.compare.style import ink, ticks
+from stapo_lightning.compare.style import ink, ticks, width
 from stapo_lightning.optional import optional
 
 _COLUMNS = 3
@@ -32,14 +33,21 @@ def write_png(path: Path, found: Sequence[Panel], methods: dict[str, int]) -> No
     figure = Figure(figsize=(4.4 * columns, 3.0 * rows + 0.6), dpi=120, layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
     inks = {method: ink(place) for place, method in enumerate(methods)}
-    lines = {}
+    widths = {method: width(place, len(methods)) for place, method in enumerate(methods)}
+    lines: dict[str, Any] = {}
     for axis, panel in zip(axes, found, strict=False):
         for curve in panel.curves:
             colour, _, dash = inks[curve.method]
             style = (0, dash) if dash else "-"
             marker = "o" if len(curve.updates) <= 12 else None
             (line,) = axis.plot(
-                curve.updates, curve.mean, color=colour, linestyle=style, linewidth=1.6, marker=marker, markersize=3
+                curve.updates,
+                curve.mean,
+                color=colour,
+                linestyle=style,
+                linewidth=widths[curve.method],
+                marker=marker,
+                markersize=3,
             )
             if curve.seeds > 1:
                 axis.fill_between(curve.updates, curve.low, curve.high, color=colour, alpha=0.18, linewidth=0)

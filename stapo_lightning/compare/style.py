@@ -42,12 +42,18 @@ def ink(number: int) -> Ink:
 def ticks(low: float, high: float, about: int = 4) -> list[float]:
     """Round numbers from the last one not above `low` to the first one not below `high`, about `about` steps."""
     if not high > low:
-        low, high = low - (abs(low) / 2 or 0.5), high + (abs(high) / 2 or 0.5)
+        # A line that does not move, and one at 0 lies on the axis: most measures have no values below.
+        low, high = low - abs(low) / 2, high + (abs(high) / 2 or 1.0)
     raw = (high - low) / about
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * (1 - 1e-9))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [round(number * step, 12) for number in range(first, last + 1)]
+
+
+def width(place: int, methods: int) -> float:
+    """Of the line of the method at `place`: earlier ones are wider, so that they show under later ones."""
+    return 1.5 + 1.5 * (methods - 1 - place) / max(methods - 1, 1)
 
 
 def number(value: float) -> str:
