@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.loggers import TensorBoardLogger
 
+from stapo_lightning.errors import bounded
 from stapo_lightning.token_text import as_code
 
 
@@ -14,10 +15,10 @@ class CompletionLogger(L.Callback):
     """Writes prompts with their completions, rewards and advantages to TensorBoard's Text tab.
 
     Args:
-        every_n_rollouts: Rollouts between two entries.
-        prompts: Prompts an entry.
-        completions: Completions of each prompt.
-        max_chars: Longest prompt or completion shown.
+        every_n_rollouts: Rollouts between two entries, at least 1.
+        prompts: Prompts an entry, at least 1.
+        completions: Completions of each prompt, at least 1.
+        max_chars: Longest prompt or completion shown, at least 1.
 
     """
 
@@ -28,6 +29,11 @@ class CompletionLogger(L.Callback):
         self.prompts = prompts
         self.completions = completions
         self.max_chars = max_chars
+
+    def problems(self, trainer: L.Trainer) -> list[str]:
+        """What is wrong with the options."""
+        options = ("every_n_rollouts", "prompts", "completions", "max_chars")
+        return [p for name in options for p in bounded(f"CompletionLogger.{name}", getattr(self, name), at_least=1)]
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -9,6 +9,8 @@ import lightning as L
 from rich.console import Console
 from rich.table import Table
 
+from callbacks.export_hf import BEST, LATEST, ExportHF
+
 
 class RunSummary(L.Callback):
     """Prints held-out accuracy before and after `fit`, the run's folder and the TensorBoard command.
@@ -59,8 +61,10 @@ class RunSummary(L.Callback):
             f"silenced     {self.silenced:,.0f} of {self.tokens:,.0f} tokens{rank} ({share:.3%})", soft_wrap=True
         )
         console.print(f"run          {folder}", soft_wrap=True)
-        if (folder / "policy").exists():
-            console.print(f"policy       {folder / 'policy'}", soft_wrap=True)
+        exports = [callback for callback in trainer.callbacks if isinstance(callback, ExportHF)]  # type: ignore[attr-defined]
+        for path in (folder / export.folder / name for export in exports for name in (LATEST, BEST)):
+            if path.exists():
+                console.print(f"policy       {path}", soft_wrap=True)
         console.print(f"TensorBoard  tensorboard --logdir {folder.parent}", soft_wrap=True)
 
     def state_dict(self) -> dict[str, Any]:

@@ -187,6 +187,8 @@ class StapoModule(L.LightningModule):
         self.skipped_updates = 0
         self.skipped_in_a_row = 0
         self.validated_update = 0
+        # Factor on the learning rate beside the schedule's. A callback may set it, and keeps it over a resume.
+        self.lr_scale = 1.0
         self.loaded_update = 0
         self.eval_results: dict[str, float] = {}
         self.eval_values: list[tuple[Evaluation, Tensor]] = []
@@ -308,6 +310,9 @@ class StapoModule(L.LightningModule):
                     f"ModelCheckpoint.every_n_train_steps={every}: checkpoints are taken between rollouts;"
                     f" make it a multiple of the {updates} updates per rollout"
                 )
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            # A callback that has options to check says here what is wrong with them, in one error with all the rest.
+            found += callback.problems(self.trainer) if hasattr(callback, "problems") else []
         return found
 
     @property
@@ -395,12 +400,36 @@ class StapoModule(L.LightningModule):
         Then makes up for a validation that a kill cut off: the checkpoint of an update is taken before its validation,
         and Lightning takes a validation that was due for one that was done.
         """
-        for group, configured in zip(self._param_groups, self._configured, strict=True):
-            group.update(configured)
+        self._use_configured()
         if self.trainer.ckpt_path and self.validated_update != self.global_step and self._validation_is_due():
             self.trainer.validating = True
             self.trainer.fit_loop.epoch_loop.val_loop.run()
             self.trainer.training = True
+
+    def _use_configured(self) -> None:
+        for group, configured in zip(self._param_groups, self._configured, strict=True):
+            group.update(configured)
+
+    def return_to(self, path: str) -> int:
+        """Puts weights and optimiser state of a checkpoint into the running fit; every rank has to call it.
+
+        Updates, prompts and the learning-rate schedule go on from where the run is: what follows is sampled from new
+        prompts, and no update is counted twice.
+
+        Args:
+            path: A checkpoint of this run, with the state of its optimiser.
+
+        Returns:
+            The update it was taken at.
+
+        """
+        strategy = self.trainer.strategy
+        checkpoint = strategy.load_checkpoint(path)
+        strategy.load_model_state_dict(checkpoint, strict=self.strict_loading)
+        strategy.load_optimizer_state_dict(checkpoint)
+        self._use_configured()
+        self.skipped_in_a_row = 0
+        return int(checkpoint["global_step"])
 
     def _validation_is_due(self) -> bool:
         loop = self.trainer.fit_loop
@@ -566,7 +595,7 @@ class StapoModule(L.LightningModule):
             self.skipped_updates += 1
             self.skipped_in_a_row += 1
         for group, configured in zip(self._param_groups, self._configured, strict=True):
-            group["lr"] = configured["lr"] * self.schedule(self.global_step)
+            group["lr"] = configured["lr"] * self.schedule(self.global_step) * self.lr_scale
         optimizer.step()
         # Autocast keeps its narrow copies of weights to the end of the training step: all updates of a rollout.
         torch.clear_autocast_cache()

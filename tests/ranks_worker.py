@@ -35,7 +35,7 @@ FLAGS = {
 
 
 def run(method: str, ranks: int, strategy: str, folder: str) -> None:
-    """Four updates on two rollouts; the policy lands in <folder>/<strategy>/<method>/policy."""
+    """Four updates on two rollouts; the policy lands in <folder>/<strategy>/<method>/policy/latest."""
     overlay = "stapo" if method == "silenced_rank" else method
     main(
         [

@@ -316,8 +316,8 @@ def test_the_exported_policy_loads_and_generates_in_transformers(fitted):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     run, _ = fitted
-    model = AutoModelForCausalLM.from_pretrained(run / "policy")
-    tokenizer = AutoTokenizer.from_pretrained(run / "policy")
+    model = AutoModelForCausalLM.from_pretrained(run / "policy" / "latest")
+    tokenizer = AutoTokenizer.from_pretrained(run / "policy" / "latest")
     trained = torch.load(run / "checkpoints" / "last.ckpt")["state_dict"]["policy.model.embed_tokens.weight"]
     assert torch.equal(model.get_input_embeddings().weight, trained)
     encoded = tokenizer("From 7: +5, *3.\n", return_tensors="pt")

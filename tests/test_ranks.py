@@ -85,7 +85,7 @@ def test_two_ranks_record_the_silenced_tokens_of_one(runs, strategy):
 @pytest.mark.parametrize("strategy", SHARED)
 @pytest.mark.parametrize("method", METHODS)
 def test_two_ranks_update_like_one(runs, method, strategy):
-    one, two = (_weights(runs / name / method / "policy") for name in ("auto", strategy))
+    one, two = (_weights(runs / name / method / "policy" / "latest") for name in ("auto", strategy))
     start = _weights(Path(TINY))
     change = (one - start).abs().max()
     # The updates moved the weights, and the two runs moved them alike to float32 rounding. The rate is 0.1: gradients,

@@ -146,7 +146,7 @@ def test_gathered_into_one_file(root):
 
 
 def test_the_export_loads_and_is_the_checkpoint(root):
-    folder = root / "runs" / "two" / "policy"
+    folder = root / "runs" / "two" / "policy" / "latest"
     weights = load_file(folder / "model.safetensors")
     state = read_folder(_last(root, "two"))["state_dict"]
     assert weights and all(torch.equal(value, state[f"policy.{name}"]) for name, value in weights.items())
