@@ -1,4 +1,4 @@
-"""The command line: `stapo fit|validate|test|predict --config ...`. Only links and wires."""
+"""The command line: `stapo fit|validate|test|predict|plan --config ...`. Only links and wires."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from transformers.utils import logging as transformers_logging
 
 from callbacks import EvaluationReport  # the import also lets a config name the classes of callbacks
 from stapo_lightning.data import RolloutDataModule
+from stapo_lightning.dry_run import PlanningTrainer
 from stapo_lightning.errors import StapoError
+from stapo_lightning.hardware import PlannedStrategy, read_hardware
 from stapo_lightning.module import StapoModule
 
 
@@ -56,6 +58,19 @@ class StapoCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Nothing is linked: module and datamodule meet at the trainer."""
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Lightning's, and `plan`."""
+        return LightningCLI.subcommands() | {"plan": {"model", "datamodule"}}
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """A plan does not claim the devices that it is for."""
+        if self.subcommand == "plan":
+            strategy = PlannedStrategy(*read_hardware(self.config["plan"].trainer))
+            kwargs |= {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": strategy, "precision": None}
+            kwargs |= {"logger": False}
+        return super().instantiate_trainer(**kwargs)
 
     def setup_parser(self, *args: Any, **kwargs: Any) -> None:
         """Leaves Lightning's own table of results out where not asked for: EvaluationReport prints one."""
@@ -146,6 +161,7 @@ def run(args: Sequence[str] | None = None, cli_class: type[StapoCLI] = StapoCLI)
     return cli_class(
         StapoModule,
         RolloutDataModule,
+        trainer_class=PlanningTrainer,
         save_config_callback=SaveRunConfig,
         seed_everything_default=1,
         trainer_defaults={"use_distributed_sampler": False, "callbacks": [EvaluationReport()]},

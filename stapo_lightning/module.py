@@ -197,7 +197,7 @@ class StapoModule(L.LightningModule):
             ConfigError: With every problem at once.
 
         """
-        found = self._problems(stage)
+        found = self.problems(stage)
         if found:
             raise ConfigError(list(dict.fromkeys(found)))
         if type(self.trainer.strategy.checkpoint_io) is TorchCheckpointIO:
@@ -216,7 +216,8 @@ class StapoModule(L.LightningModule):
             tokens_per_micro_batch=self.tokens_per_micro_batch,
         )
 
-    def _problems(self, stage: str) -> list[str]:
+    def problems(self, stage: str) -> list[str]:
+        """Everything that is wrong with this configuration for `stage`, one sentence each; no weights are loaded."""
         found = policy_problems(self.policy_name)
         data = getattr(self.trainer, "datamodule", None)
         if data is None:
@@ -307,6 +308,11 @@ class StapoModule(L.LightningModule):
             # Shapes differ from one micro-batch to the next.
             self._states = torch.compile(states, dynamic=True) if self.compile_policy else states
 
+    @property
+    def needs_reference(self) -> bool:
+        """Whether updates need the frozen initial policy."""
+        return self.kl_coef > 0 or self.log_kl
+
     def _states_of(self, model: PreTrainedModel) -> Backbone:
         return packed_backbone(model) if self.packing else backbone(model)
 
@@ -318,7 +324,7 @@ class StapoModule(L.LightningModule):
 
     def on_fit_start(self) -> None:
         """Loads the reference where it is used, and prints the derived sizes."""
-        if (self.kl_coef > 0 or self.log_kl) and not self.reference:
+        if self.needs_reference and not self.reference:
             self.reference = [freeze(load_causal_lm(self.policy_name, self.attention)).to(self.device)]
         self._print_plan()
 

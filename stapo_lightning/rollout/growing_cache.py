@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
@@ -78,3 +79,8 @@ def growing_cache(config: Any, limit: int) -> DynamicCache:
     cache = DynamicCache(config=config)
     cache.layers = [GrowingLayer(limit) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
+
+
+def cache_argument(model: nn.Module) -> str:
+    """What the forward of a model calls its cache: the name in newer releases of transformers, or in older ones."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"

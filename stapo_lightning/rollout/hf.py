@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from stapo_lightning.batch import Completions, PromptBatch, pad_rows
+from stapo_lightning.byte_sizes import Need
 from stapo_lightning.errors import bounded
 from stapo_lightning.models import rollout_mode
 from stapo_lightning.randomness import uniform
-from stapo_lightning.rollout.engine import RolloutEngine, Sampling, Vocabulary
-from stapo_lightning.rollout.growing_cache import growing_cache
+from stapo_lightning.rollout.engine import RolloutEngine, RolloutLoad, Sampling, Vocabulary
+from stapo_lightning.rollout.growing_cache import cache_argument, growing_cache
 
 # Finished rows leave the batch once this share of it has finished: each departure copies the cache.
 COMPACT_SHARE = 0.2
 # Asking a GPU how many rows are left stalls its queue, so it is asked only every few tokens.
 CUDA_CHECK_INTERVAL = 16
+# Of one logit while a token is drawn, in bytes: itself, its logarithm and, in float64, their running sum; or itself, its
+# logarithm and three more for the entropy; and the model's own, in two.
+SAMPLING_BYTES = 22
 
 
 def restrict(log_p: Tensor, top_p: float, top_k: int) -> Tensor:
@@ -115,6 +118,15 @@ class HFEngine(RolloutEngine):
     def problems(self) -> list[str]:
         return bounded("HFEngine.max_sequences", self.max_sequences, at_least=1)
 
+    def needs(self, load: RolloutLoad) -> list[Need]:
+        rows = min(load.completions, max(1, self.max_sequences // load.group_size) * load.group_size)
+        change = f"lower data.engine.init_args.max_sequences={self.max_sequences} or data.sampling.max_new_tokens"
+        return [
+            # Where a layer grows, its old buffers are still there; the last time they are as long as the new ones.
+            Need("key-value cache", rows * (load.cache_bytes + load.cache_bytes // load.layers), change),
+            Need("sampling", rows * load.vocab_size * SAMPLING_BYTES, change),
+        ]
+
     def generate(
         self, policy: nn.Module, prompts: PromptBatch, streams: Tensor, sampling: Sampling, vocabulary: Vocabulary
     ) -> Completions:
@@ -160,8 +172,7 @@ def _generate(
     device = prompt_ids.device
     n, group_size = len(streams), len(streams) // len(prompt_ids)
     end_ids = torch.tensor(vocabulary.end_ids, device=device)
-    # The argument's name in newer and in older releases of transformers.
-    cache_name = "cache" if "cache" in inspect.signature(policy.forward).parameters else "past_key_values"
+    cache_name = cache_argument(policy)
 
     ids, mask = _left_padded(prompt_ids, prompt_lengths)
     padded = not bool(mask.all())

@@ -1,0 +1,142 @@
+"""The machines that a configuration is for, read from it without asking for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+# The dtypes of trainer.precision: of the weights, and of autocast.
+_PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
+    "32-true": (torch.float32, None),
+    "32": (torch.float32, None),
+    "bf16-mixed": (torch.float32, torch.bfloat16),
+    "bf16": (torch.float32, torch.bfloat16),
+    "bf16-true": (torch.bfloat16, None),
+}
+_ON_GPU = ("auto", "gpu", "cuda")
+_DDP = ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook", "DDPStrategy")
+_SHARDED = ("ModelParallelStrategy",)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What `trainer` asks for.
+
+    Attributes:
+        gpu: Whether the ranks run on GPUs; "auto" counts as one.
+        devices: Ranks on each node, >= 1.
+        nodes: Machines, >= 1.
+        strategy: "single", "ddp" or "sharded".
+        shard_size: Ranks over which the parameters are sharded; 1 where they are not.
+        replicas: Copies of the whole model over all ranks.
+        weights: Dtype of the parameters between updates.
+        autocast: Dtype of the products where it is not that of the weights, or None.
+
+    """
+
+    gpu: bool
+    devices: int
+    nodes: int
+    strategy: str
+    shard_size: int
+    replicas: int
+    weights: torch.dtype
+    autocast: torch.dtype | None
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the run."""
+        return self.devices * self.nodes
+
+    @property
+    def device_type(self) -> str:
+        """ "cuda" or "cpu"."""
+        return "cuda" if self.gpu else "cpu"
+
+
+class PlannedStrategy(SingleDeviceStrategy):
+    """One process on the CPU that knows what the real run will have; it never trains.
+
+    Args:
+        hardware: Of the real run.
+        problems: What of it a plan cannot use.
+
+    """
+
+    def __init__(self, hardware: Hardware, problems: list[str]) -> None:
+        super().__init__(device="cpu")
+        self.hardware = hardware
+        self.problems = problems
+        self.world_size = hardware.world_size  # what `trainer.world_size` says
+
+
+def read_hardware(trainer: Any) -> tuple[Hardware, list[str]]:
+    """The hardware of the `trainer` section of a parsed configuration, and what of it a plan cannot use.
+
+    Args:
+        trainer: Namespace with the arguments of Lightning's Trainer, before anything is built from it.
+
+    """
+    found: list[str] = []
+    gpu = trainer.accelerator in _ON_GPU
+    devices = _devices(trainer.devices)
+    if devices is None:
+        found.append(
+            f"trainer.devices={trainer.devices}: a plan does not look at this machine; give the number of devices of"
+            " each node of the real run"
+        )
+        devices = 1
+    nodes = int(trainer.num_nodes)
+    name, settings = _strategy(trainer.strategy)
+    strategy, shard_size, replicas = "single", 1, 1
+    if name in _DDP or (name == "auto" and devices * nodes > 1):
+        strategy, replicas = "ddp", devices * nodes
+    elif name in _SHARDED:
+        strategy, shard_size, replicas = "sharded", *_mesh(settings, devices, nodes, found)
+    elif name not in ("auto", "SingleDeviceStrategy"):
+        found.append(
+            f"trainer.strategy={name}: a plan knows auto, ddp and lightning.pytorch.strategies.ModelParallelStrategy"
+            " (configs/scale/fsdp.yaml)"
+        )
+    precision = trainer.precision or ("bf16-mixed" if gpu else "32-true")
+    if str(precision) not in _PRECISIONS:
+        found.append(f"trainer.precision={precision}: a plan knows {', '.join(_PRECISIONS)}")
+    weights, autocast = _PRECISIONS.get(str(precision), (torch.float32, None))
+    return Hardware(gpu, devices, nodes, strategy, shard_size, replicas, weights, autocast), found
+
+
+def _devices(devices: Any) -> int | None:
+    if isinstance(devices, str) and "," in devices:
+        return len([part for part in devices.split(",") if part.strip()])
+    if isinstance(devices, list):
+        return len(devices)
+    try:
+        number = int(devices)
+    except (TypeError, ValueError):
+        return None
+    return number if number > 0 else None
+
+
+def _strategy(strategy: Any) -> tuple[str, dict[str, Any]]:
+    """The short name, and the arguments where the configuration gives them."""
+    if isinstance(strategy, str):
+        return strategy.rsplit(".", 1)[-1], {}
+    arguments = strategy.get("init_args")
+    return strategy.class_path.rsplit(".", 1)[-1], dict(arguments.items()) if arguments else {}
+
+
+def _mesh(settings: dict[str, Any], devices: int, nodes: int, found: list[str]) -> tuple[int, int]:
+    """Ranks that share the parameters, and copies of the model."""
+    # What "auto" means to Lightning.
+    data, tensor = (settings.get(f"{kind}_parallel_size", "auto") for kind in ("data", "tensor"))
+    data = nodes if data == "auto" else int(data)
+    tensor = devices if tensor == "auto" else int(tensor)
+    if data * tensor != devices * nodes:
+        found.append(
+            f"trainer.strategy: data_parallel_size {data} times tensor_parallel_size {tensor} are not the"
+            f" {devices * nodes} ranks of trainer.devices={devices} on trainer.num_nodes={nodes}"
+        )
+    return data, tensor
