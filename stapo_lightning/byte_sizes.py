@@ -45,11 +45,9 @@ def parse_bytes(text: str) -> int:
 
 def human_bytes(size: float) -> str:
     """Three digits and a binary unit, such as "13.8 GiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1000:
-            break
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(size) >= 1000 and len(units) > 1:
         size /= 1024
-    else:
-        unit = "TiB"
-    digits = 0 if unit == "B" or size >= 100 else 1 if size >= 10 else 2
-    return f"{size:.{digits}f} {unit}"
+        units.pop(0)
+    digits = 0 if units[0] == "B" or size >= 100 else 1 if size >= 10 else 2
+    return f"{size:.{digits}f} {units[0]}"

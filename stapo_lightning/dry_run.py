@@ -1,7 +1,7 @@
 """`stapo plan`: what a run needs in bytes on each rank, before there are GPUs, weights or data.
 
-Counted on tensors without memory: parameters, gradients, optimiser state, reference and key-value cache. Estimated: what
-is marked so in the table, by the formulas of `DryRun`.
+Counted on tensors without memory: parameters, gradients, optimiser state, reference and key-value cache. Estimated:
+what is marked so in the table, by the formulas of `DryRun`.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ class DryRun:
         self.data = data
         self.hardware = hardware
         self.gpu_memory = gpu_memory
+        self.sharding: Any = getattr(module, "sharding", None)
         self.config: Any = AutoConfig.from_pretrained(resolve_policy(module.policy_name))
         self.text_config: Any = self.config.get_text_config()
 
@@ -135,7 +136,7 @@ class DryRun:
 
             sizes = (self.hardware.replicas, self.hardware.shard_size)
             mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
-            shard(model, mesh["shard"], self.module.sharding)
+            shard(model, mesh["shard"], self.sharding)
         return model
 
     @property
@@ -146,8 +147,8 @@ class DryRun:
     @property
     def _compute_dtype(self) -> torch.dtype:
         """Of the weights as the layers get them."""
-        if self.hardware.strategy == "sharded" and self.module.sharding.parameters is not None:
-            return self.module.sharding.parameters
+        if self.hardware.strategy == "sharded" and self.sharding.parameters is not None:
+            return self.sharding.parameters
         return self.hardware.weights
 
     @property
@@ -194,7 +195,7 @@ class DryRun:
 
     @property
     def _offloaded(self) -> bool:
-        return self.hardware.strategy == "sharded" and bool(self.module.sharding.cpu_offload)
+        return self.hardware.strategy == "sharded" and bool(self.sharding.cpu_offload)
 
     def _collectives(self) -> list[Row]:
         """What DDP and FSDP2 hold of whole tensors."""
@@ -207,18 +208,18 @@ class DryRun:
             return []
         outer, inner = group_sizes(self.policy)
         width, largest = self._gather_width, max(inner, default=0)
-        if self.module.sharding.reshard_after_forward:
+        if self.sharding.reshard_after_forward:
             # The outermost group stays, one layer is at work, the next is fetched, and a buffer receives it.
             gathered = Need("gathered parameters", (outer + 3 * largest) * width)
         else:
             change = "set model.sharding.reshard_after_forward=true"
             gathered = Need("gathered parameters", (outer + sum(inner) + largest) * width, change)
         rows = [Row(gathered, ("rollout", "update"), True)]
-        reduced = (self.module.sharding.reduction or self._compute_dtype).itemsize
+        reduced = (self.sharding.reduction or self._compute_dtype).itemsize
         if self.micro_batches > 1:
             change = (
-                "raise model.tokens_per_micro_batch until an update is one micro-batch, or trainer.num_nodes until it is;"
-                " only the last micro-batch reduces, the others add up whole gradients"
+                "raise model.tokens_per_micro_batch or trainer.num_nodes until an update is one micro-batch; only the"
+                " last one reduces, the others add up whole gradients"
             )
             whole = Need(f"whole gradients of {self.micro_batches} micro-batches", trained * reduced, change)
             rows.append(Row(whole, ("update",), True))
@@ -247,10 +248,7 @@ class DryRun:
         vocabulary, hidden = self.text_config.vocab_size, self.text_config.hidden_size
         linear = self.hardware.strategy != "sharded"
         chunk = scoring_bytes(emitted, vocabulary, hidden, self._product_width, self.hardware.device_type, linear)
-        rows.append(Row(Need("logits chunk", chunk), ("update",), True))
-        if linear:
-            head = vocabulary * hidden * self.hardware.weights.itemsize
-            rows.append(Row(Need("gradient of the head, on its way", head), ("update",), True))
+        rows.append(Row(Need("logits chunk" + ", gradient of the head" * linear, chunk), ("update",), True))
         return rows
 
     def _rollout(self) -> list[Row]:
@@ -294,7 +292,8 @@ class DryRun:
             *_table(self.rows, [(phase, self.total(phase)) for phase in PHASES]),
             *([f"on the host: {human_bytes(self.total('step', on_host=True))} a rank"] if self._offloaded else []),
             f"activations: {activations}, {human_bytes(self.activations.per_token)} a token without checkpointing and"
-            f" {human_bytes(self.activations.hidden * self.activations.layers)} with, counted on a forward without memory",
+            f" {human_bytes(self.activations.hidden * self.activations.layers)} with; counted on a forward without"
+            " memory",
         ]
 
     def problems(self) -> list[str]:
@@ -353,7 +352,7 @@ class PlanningTrainer(Trainer):
         assert isinstance(strategy, PlannedStrategy)
         # Nothing is attached otherwise, as no loop is run; with both the module's checks are those of a fit.
         model.trainer = datamodule.trainer = self
-        self.datamodule = datamodule  # type: ignore[attr-defined]
+        self.datamodule = datamodule
         found = [*strategy.problems, *model.problems("fit")]
         try:
             memory = parse_bytes(gpu_memory)

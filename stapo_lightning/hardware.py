@@ -53,7 +53,7 @@ class Hardware:
 
     @property
     def device_type(self) -> str:
-        """ "cuda" or "cpu"."""
+        """Of the ranks: "cuda" or "cpu"."""
         return "cuda" if self.gpu else "cpu"
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode  # torch has no public module for it
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -178,9 +179,8 @@ def group_sizes(model: nn.Module) -> tuple[int, list[int]]:
         model: Sharded by `fully_shard`; of any other, every parameter is in the outermost group.
 
     """
-    from torch.distributed.fsdp import FSDPModule
-
-    sizes, seen = {}, set()
+    sizes: dict[nn.Module, int] = {}
+    seen: set[int] = set()
     inner = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
     for module in reversed([model, *inner]):  # children stand behind their parents
         own = [p for p in module.parameters() if id(p) not in seen]

@@ -32,8 +32,10 @@ def part_elements(device: torch.device) -> int:
     return 2**21 if device.type == "cpu" else 2**25
 
 
-def scoring_bytes(tokens: int, vocab_size: int, hidden_size: int, width: int, device_type: str, linear: bool) -> int:
-    """Bytes that `score` and its backward take at their peak beside hidden states, gradients and what they return.
+def scoring_bytes(
+    tokens: int, vocab_size: int, hidden_size: int, width: int, device_type: str, linear: bool = True
+) -> int:
+    """Bytes that `score` and its backward take at their peak, beside hidden states and what they return.
 
     Args:
         tokens: Emitted tokens of the micro-batch, >= 1.
@@ -41,19 +43,18 @@ def scoring_bytes(tokens: int, vocab_size: int, hidden_size: int, width: int, de
         hidden_size: H.
         width: Bytes of an element of the products: 2 for bf16, 4 for float32.
         device_type: Where it runs.
-        linear: Whether the head is a `LinearHead`.
+        linear: Whether the head is a `LinearHead`; the gradient of any other is not in the sum.
 
     """
     if not linear:
-        # Logits and their gradient as the head has them; at the temperature, and one more of their exponentials.
-        return max(1, CHUNK_ELEMENTS // vocab_size) * vocab_size * (2 * width + 8)
+        # Logits as the head has them, divided by the temperature, and their exponentials.
+        return max(1, CHUNK_ELEMENTS // vocab_size) * vocab_size * (width + 8)
     columns = min(vocab_size, max(1, part_elements(torch.device(device_type)) // tokens))
-    narrow = width < 4
-    # In the forward the logits and their exponentials; in the backward the logits, their gradient in the precision of
-    # the products, and the part of a product that is added up. Then the hidden states, and their gradient in float32.
-    logits = tokens * columns * (8 if not narrow else max(8, 4 + width))
-    weights = columns * hidden_size * width * 2 * narrow
-    return logits + weights + tokens * hidden_size * (width + 4 + (width if narrow else 0))
+    logits, narrow = tokens * columns, width if width < 4 else 0
+    # Forward: logits and their exponentials. Backward: logits, their gradients of two parts in the precision of the
+    # products, the gradient of the head, and for the hidden states and a part of the weights copies and products.
+    states = tokens * hidden_size * (4 + 2 * narrow) + columns * hidden_size * 2 * narrow
+    return max(logits * 8, logits * (4 + 2 * narrow) + vocab_size * hidden_size * 4 + states)
 
 
 def score_logits(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:

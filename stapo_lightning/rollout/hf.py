@@ -19,8 +19,8 @@ from stapo_lightning.rollout.growing_cache import cache_argument, growing_cache
 COMPACT_SHARE = 0.2
 # Asking a GPU how many rows are left stalls its queue, so it is asked only every few tokens.
 CUDA_CHECK_INTERVAL = 16
-# Of one logit while a token is drawn, in bytes: itself, its logarithm and, in float64, their running sum; or itself, its
-# logarithm and three more for the entropy; and the model's own, in two.
+# Bytes of one logit while a token is drawn: the model's own in bf16; in float32 itself, its logarithm, its probability
+# and two more for the entropy.
 SAMPLING_BYTES = 22
 
 
