@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 
 from stapo_lightning.byte_sizes import Need, human_bytes, parse_bytes
 from stapo_lightning.data import RolloutDataModule
@@ -37,9 +36,13 @@ from stapo_lightning.module import StapoModule
 from stapo_lightning.plan import Plan
 from stapo_lightning.rollout import RolloutLoad
 from stapo_lightning.scoring import scoring_bytes
+from stapo_lightning.sharding import Sharding, shard
 
 # What CUDA, NCCL and the gaps of the caching allocator take of a GPU: an assumption, not a measurement.
 RESERVED = 3 * 2**30
+
+# Bytes of an element of a gradient while ranks add it up: `shard` has it done in float32.
+REDUCED = 4
 
 PHASES = ("rollout", "update", "step")
 
@@ -82,7 +85,7 @@ class DryRun:
         self.data = data
         self.hardware = hardware
         self.gpu_memory = gpu_memory
-        self.sharding: Any = getattr(module, "sharding", None)
+        self.sharding: Sharding = (getattr(module, "sharding", None) or Sharding()).under(hardware.precision)
         self.config: Any = AutoConfig.from_pretrained(resolve_policy(module.policy_name))
         self.text_config: Any = self.config.get_text_config()
 
@@ -126,34 +129,20 @@ class DryRun:
     # ---- the model --------------------------------------------------------------------------------------------------
 
     @cached_property
-    def policy(self) -> nn.Module:
+    def policy(self) -> PreTrainedModel:
         """The policy on the meta device, sharded as the run will."""
         return self._sharded(meta_model(self.config, self.hardware.weights))
 
-    def _sharded(self, model: Any) -> nn.Module:
+    def _sharded(self, model: PreTrainedModel) -> PreTrainedModel:
         if self.hardware.strategy == "sharded":
-            from stapo_lightning.sharding import shard
-
-            sizes = (self.hardware.replicas, self.hardware.shard_size)
-            mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
-            shard(model, mesh["shard"], self.sharding)
+            shard(model, init_device_mesh("cpu", (self.hardware.world_size,)), self.sharding)
         return model
-
-    @property
-    def _gather_width(self) -> int:
-        """Bytes of an element of a gathered parameter."""
-        return self._compute_dtype.itemsize
 
     @property
     def _compute_dtype(self) -> torch.dtype:
         """Of the weights as the layers get them."""
-        if self.hardware.strategy == "sharded" and self.sharding.parameters is not None:
-            return self.sharding.parameters
-        return self.hardware.weights
-
-    @property
-    def _product_width(self) -> int:
-        return (self.hardware.autocast or self._compute_dtype).itemsize
+        gathered = self.hardware.strategy == "sharded" and self.sharding.gathered == "bfloat16"
+        return torch.bfloat16 if gathered else self.hardware.weights
 
     @cached_property
     def activations(self) -> Activations:
@@ -172,11 +161,9 @@ class DryRun:
         """Parameters, gradients, optimiser state and reference, as they lie between forwards."""
         trained = [p for p in self.policy.parameters() if p.requires_grad]
         sharded, offloaded = self.hardware.strategy == "sharded", self._offloaded
-        more = (
-            "raise trainer.num_nodes, or set model.sharding.cpu_offload=true"
-            if sharded
-            else ("shard the policy over several GPUs (configs/scale/fsdp.yaml)")
-        )
+        more = "shard the policy over several GPUs (configs/scale/fsdp.yaml)"
+        if sharded:
+            more = "raise trainer.num_nodes, or set model.sharding.cpu_offload=true"
         parameters = Need("parameters", local_bytes(self.policy.parameters()), more)
         gradients = Need("gradients", local_bytes(trained), more)
         state = Need("optimiser state", optimizer_bytes(self.module.optimizer, trained), more)
@@ -184,9 +171,10 @@ class DryRun:
             Row(parameters, on_host=offloaded),
             Row(gradients, ("update", "step"), on_host=offloaded),
             Row(state, on_host=offloaded),
-            # The optimisers of torch update all parameters at once where they are on a GPU.
-            Row(Need("optimiser's own copies", local_bytes(trained), more), ("step",), True, offloaded),
         ]
+        if self.hardware.gpu and not offloaded:
+            # The optimisers of torch take all parameters at once on a GPU, and one after the other elsewhere.
+            rows.append(Row(Need("optimiser's own copies", gradients.size, more), ("step",), estimate=True))
         if self.module.needs_reference:
             reference = local_bytes(self._sharded(freeze(meta_model(self.config, self.hardware.weights))).parameters())
             change = "set model.log_kl=false" if not self.module.kl_coef else "set model.kl_coef=0"
@@ -207,32 +195,27 @@ class DryRun:
         if self.hardware.strategy == "single":
             return []
         outer, inner = group_sizes(self.policy)
-        width, largest = self._gather_width, max(inner, default=0)
+        width, largest = self._compute_dtype.itemsize, max(inner, default=0)
         if self.sharding.reshard_after_forward:
-            # The outermost group stays, one layer is at work, the next is fetched, and a buffer receives it.
-            gathered = Need("gathered parameters", (outer + 3 * largest) * width)
+            # The outermost group stays; one group is at work, the next is fetched, and a buffer receives it.
+            gathered = Need("gathered weights", (outer + sum(sorted(inner)[-3:])) * width)
         else:
             change = "set model.sharding.reshard_after_forward=true"
-            gathered = Need("gathered parameters", (outer + sum(inner) + largest) * width, change)
+            gathered = Need("gathered weights", (outer + sum(inner) + largest) * width, change)
         rows = [Row(gathered, ("rollout", "update"), True)]
-        reduced = (self.sharding.reduction or self._compute_dtype).itemsize
-        if self.micro_batches > 1:
-            change = (
-                "raise model.tokens_per_micro_batch or trainer.num_nodes until an update is one micro-batch; only the"
-                " last one reduces, the others add up whole gradients"
-            )
-            whole = Need(f"whole gradients of {self.micro_batches} micro-batches", trained * reduced, change)
+        if self.micro_batches > 1 and self.sharding.reduce == "once":
+            change = "set model.sharding.reduce=every_pass, or raise model.tokens_per_micro_batch or trainer.num_nodes"
+            whole = Need(f"whole gradients of {self.micro_batches} micro-batches", trained * REDUCED, change)
             rows.append(Row(whole, ("update",), True))
-        # Gradients of the layer at work as they come, and as they are sent.
-        sent = Need("gradients being reduced", largest * (width + 2 * reduced))
+        # Gradients of the group at work as they come, in float32, and as they are sent.
+        sent = Need("gradients being reduced", max(largest, outer) * (width + 2 * REDUCED))
         return [*rows, Row(sent, ("update",), True)]
 
     def _update(self) -> list[Row]:
         found, layers = self.activations, self.activations.layers
         rows = []
         if found.constant:
-            change = "none needed with sharded parameters in bf16" if self.hardware.strategy == "sharded" else ""
-            rows.append(Row(Need("bf16 copies of the weights (autocast)", found.constant, change), ("update",), True))
+            rows.append(Row(Need("bf16 copies of the weights (autocast)", found.constant), ("update",), True))
         if self.module.activation_checkpointing:
             kept = found.checkpointed(self.sequences, self.longest)
             change = (
@@ -245,10 +228,15 @@ class DryRun:
         working = found.whole(self.sequences, self.longest) // layers
         rows.append(Row(Need("gradients of one layer's activations", working, change), ("update",), True))
         emitted = self.sequences * self.plan.max_new_tokens
-        vocabulary, hidden = self.text_config.vocab_size, self.text_config.hidden_size
-        linear = self.hardware.strategy != "sharded"
-        chunk = scoring_bytes(emitted, vocabulary, hidden, self._product_width, self.hardware.device_type, linear)
-        rows.append(Row(Need("logits chunk" + ", gradient of the head" * linear, chunk), ("update",), True))
+        chunk = scoring_bytes(
+            emitted,
+            self.text_config.vocab_size,
+            self.text_config.hidden_size,
+            (self.hardware.autocast or self._compute_dtype).itemsize,
+            self._compute_dtype.itemsize,
+            self.hardware.device_type,
+        )
+        rows.append(Row(Need("logits chunk, gradient of the head", chunk), ("update",), True))
         return rows
 
     def _rollout(self) -> list[Row]:
@@ -275,13 +263,13 @@ class DryRun:
 
     def lines(self) -> list[str]:
         """The report."""
+        rows = self.rows
         count = sum(p.numel() for p in self.policy.parameters())
         hardware = self.hardware
         split = {
             "single": "one rank",
             "ddp": f"a copy on each of {hardware.world_size} ranks",
-            "sharded": f"sharded over {hardware.shard_size} ranks"
-            + (f", {hardware.replicas} copies" if hardware.replicas > 1 else ""),
+            "sharded": f"sharded over {hardware.world_size} ranks",
         }[hardware.strategy]
         activations = "input of each layer + all of one layer" if self.module.activation_checkpointing else "all layers"
         return [
@@ -289,7 +277,7 @@ class DryRun:
             *self.size_lines(),
             "",
             f"memory of one rank, its longest case ({human_bytes(self.gpu_memory)} a GPU; ~ is an estimate)",
-            *_table(self.rows, [(phase, self.total(phase)) for phase in PHASES]),
+            *_table(rows, [(phase, self.total(phase)) for phase in PHASES]),
             *([f"on the host: {human_bytes(self.total('step', on_host=True))} a rank"] if self._offloaded else []),
             f"activations: {activations}, {human_bytes(self.activations.per_token)} a token without checkpointing and"
             f" {human_bytes(self.activations.hidden * self.activations.layers)} with; counted on a forward without"

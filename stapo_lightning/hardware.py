@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -18,7 +18,7 @@ _PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
 }
 _ON_GPU = ("auto", "gpu", "cuda")
 _DDP = ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook", "DDPStrategy")
-_SHARDED = ("ModelParallelStrategy",)
+_SHARDED = ("fsdp2", "ShardedStrategy")
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,7 @@ class Hardware:
         devices: Ranks on each node, >= 1.
         nodes: Machines, >= 1.
         strategy: "single", "ddp" or "sharded".
-        shard_size: Ranks over which the parameters are sharded; 1 where they are not.
-        replicas: Copies of the whole model over all ranks.
+        precision: Lightning's name of it.
         weights: Dtype of the parameters between updates.
         autocast: Dtype of the products where it is not that of the weights, or None.
 
@@ -40,9 +39,8 @@ class Hardware:
     gpu: bool
     devices: int
     nodes: int
-    strategy: str
-    shard_size: int
-    replicas: int
+    strategy: Literal["single", "ddp", "sharded"]
+    precision: str
     weights: torch.dtype
     autocast: torch.dtype | None
 
@@ -90,22 +88,20 @@ def read_hardware(trainer: Any) -> tuple[Hardware, list[str]]:
         )
         devices = 1
     nodes = int(trainer.num_nodes)
-    name, settings = _strategy(trainer.strategy)
-    strategy, shard_size, replicas = "single", 1, 1
+    name = trainer.strategy if isinstance(trainer.strategy, str) else trainer.strategy.class_path
+    name = name.rsplit(".", 1)[-1]
+    strategy: Literal["single", "ddp", "sharded"] = "single"
     if name in _DDP or (name == "auto" and devices * nodes > 1):
-        strategy, replicas = "ddp", devices * nodes
+        strategy = "ddp"
     elif name in _SHARDED:
-        strategy, shard_size, replicas = "sharded", *_mesh(settings, devices, nodes, found)
+        strategy = "sharded"
     elif name not in ("auto", "SingleDeviceStrategy"):
-        found.append(
-            f"trainer.strategy={name}: a plan knows auto, ddp and lightning.pytorch.strategies.ModelParallelStrategy"
-            " (configs/scale/fsdp.yaml)"
-        )
-    precision = trainer.precision or ("bf16-mixed" if gpu else "32-true")
-    if str(precision) not in _PRECISIONS:
+        found.append(f"trainer.strategy={name}: a plan knows auto, ddp and fsdp2 (configs/scale/fsdp.yaml)")
+    precision = str(trainer.precision or ("bf16-mixed" if gpu else "32-true"))
+    if precision not in _PRECISIONS:
         found.append(f"trainer.precision={precision}: a plan knows {', '.join(_PRECISIONS)}")
-    weights, autocast = _PRECISIONS.get(str(precision), (torch.float32, None))
-    return Hardware(gpu, devices, nodes, strategy, shard_size, replicas, weights, autocast), found
+    weights, autocast = _PRECISIONS.get(precision, (torch.float32, None))
+    return Hardware(gpu, devices, nodes, strategy, precision, weights, autocast), found
 
 
 def _devices(devices: Any) -> int | None:
@@ -118,25 +114,3 @@ def _devices(devices: Any) -> int | None:
     except (TypeError, ValueError):
         return None
     return number if number > 0 else None
-
-
-def _strategy(strategy: Any) -> tuple[str, dict[str, Any]]:
-    """The short name, and the arguments where the configuration gives them."""
-    if isinstance(strategy, str):
-        return strategy.rsplit(".", 1)[-1], {}
-    arguments = strategy.get("init_args")
-    return strategy.class_path.rsplit(".", 1)[-1], dict(arguments.items()) if arguments else {}
-
-
-def _mesh(settings: dict[str, Any], devices: int, nodes: int, found: list[str]) -> tuple[int, int]:
-    """Ranks that share the parameters, and copies of the model."""
-    # What "auto" means to Lightning.
-    data, tensor = (settings.get(f"{kind}_parallel_size", "auto") for kind in ("data", "tensor"))
-    data = nodes if data == "auto" else int(data)
-    tensor = devices if tensor == "auto" else int(tensor)
-    if data * tensor != devices * nodes:
-        found.append(
-            f"trainer.strategy: data_parallel_size {data} times tensor_parallel_size {tensor} are not the"
-            f" {devices * nodes} ranks of trainer.devices={devices} on trainer.num_nodes={nodes}"
-        )
-    return data, tensor
