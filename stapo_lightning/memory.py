@@ -18,13 +18,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # torch has no public 
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from stapo_lightning.models import backbone
 from stapo_lightning.rollout.growing_cache import cache_argument, growing_cache
 
 # Three lengths fix the parabola; longer ones would only take longer.
 _COUNTED_LENGTHS = (64, 128, 256)
+
+
+# On fake tensors "sdpa" would be given a mask that it does without in a real forward.
+_MASKLESS = "sdpa_without_mask"
+AttentionInterface.register(_MASKLESS, ALL_ATTENTION_FUNCTIONS["sdpa"])
+AttentionMaskInterface.register(_MASKLESS, lambda *args, **kwargs: None)
 
 
 @contextlib.contextmanager
@@ -63,14 +70,23 @@ def optimizer_bytes(optimizer: Callable[[list[Tensor]], Optimizer], parameters: 
         parameters: Those that train.
 
     """
-    shards = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
-    stand_ins = [torch.empty_like(shard, device="meta").requires_grad_() for shard in shards]
-    for stand_in in stand_ins:
-        stand_in.grad = torch.empty_like(stand_in)
-    stepped = optimizer(list(stand_ins))
+    return sum(_state_bytes(optimizer, p.to_local() if isinstance(p, DTensor) else p) for p in parameters)
+
+
+def _state_bytes(optimizer: Callable[[list[Tensor]], Optimizer], parameter: Tensor) -> int:
+    try:
+        return _stepped_bytes(optimizer, torch.empty_like(parameter, device="meta"))
+    except RuntimeError:  # some read a number back, which needs memory
+        return _stepped_bytes(optimizer, torch.zeros_like(parameter, device="cpu"))
+
+
+def _stepped_bytes(optimizer: Callable[[list[Tensor]], Optimizer], parameter: Tensor) -> int:
+    parameter.requires_grad_()
+    parameter.grad = torch.zeros_like(parameter)
+    stepped = optimizer([parameter])
     stepped.step()
     state = [value for values in stepped.state.values() for value in values.values() if isinstance(value, Tensor)]
-    return local_bytes(state)
+    return sum(value.numel() * value.element_size() for value in state)
 
 
 @dataclass(frozen=True)
@@ -114,7 +130,7 @@ def count_activations(
 
     """
     # Flash attention is not there on a machine without a GPU, and keeps what "sdpa" keeps.
-    implementation = attention if attention == "eager" else "sdpa"
+    implementation = attention if attention == "eager" else _MASKLESS
     with FakeTensorMode():
         model = AutoModelForCausalLM.from_config(config, dtype=weights, attn_implementation=implementation).train()
         parameters = {p.untyped_storage()._cdata for p in model.parameters()}
@@ -126,8 +142,6 @@ def count_activations(
             hidden = states.shape[-1] * states.element_size()
             counts.append(sum(saved.values()))
     constant, per_token, per_pair = _parabola(counts)
-    # On fake tensors "sdpa" is given a mask that it does without in a real forward.
-    per_pair = per_pair if attention == "eager" else 0.0
     text_config = config.get_text_config()
     return Activations(int(constant), per_token, per_pair, hidden, text_config.num_hidden_layers)
 
@@ -135,7 +149,7 @@ def count_activations(
 def cache_bytes(config: Any, weights: torch.dtype, autocast: torch.dtype | None, tokens: int) -> int:
     """Bytes of the key-value cache of one sequence of `tokens` tokens, from a forward on fake tensors."""
     with FakeTensorMode(), torch.no_grad(), _autocast(autocast):
-        model = AutoModelForCausalLM.from_config(config, dtype=weights, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(config, dtype=weights, attn_implementation=_MASKLESS)
         cache = growing_cache(config, tokens)
         ids = torch.zeros(1, tokens, dtype=torch.int64)
         model(input_ids=ids, use_cache=True, logits_to_keep=1, **{cache_argument(model): cache})
