@@ -7,6 +7,8 @@ from typing import Any
 
 import lightning as L
 
+from stapo_lightning.sharding import is_sharded, whole_weights
+
 
 class ExportHF(L.Callback):
     """Saves policy and tokenizer at the end of `fit`, so that `AutoModelForCausalLM.from_pretrained(DIR)` loads them.
@@ -21,6 +23,13 @@ class ExportHF(L.Callback):
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         target = Path(trainer.log_dir or trainer.default_root_dir) / self.folder
+        policy = pl_module.policy
+        weights = None
+        if is_sharded(policy):
+            weights = {}
+            for name, value in whole_weights(policy):  # every rank takes part, one keeps them
+                if trainer.is_global_zero:
+                    weights[name] = value.cpu()
         if trainer.is_global_zero:
-            pl_module.policy.save_pretrained(target)
+            policy.save_pretrained(target, state_dict=weights)
             pl_module.tokenizer.save_pretrained(target)

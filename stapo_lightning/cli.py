@@ -19,11 +19,13 @@ from omegaconf.errors import OmegaConfBaseException
 from transformers.utils import logging as transformers_logging
 
 from callbacks import EvaluationReport  # the import also lets a config name the classes of callbacks
+from stapo_lightning.checkpoint_io import global_step, recover_all
 from stapo_lightning.data import RolloutDataModule
 from stapo_lightning.dry_run import PlanningTrainer
-from stapo_lightning.errors import StapoError
+from stapo_lightning.errors import StapoError, raise_problems
 from stapo_lightning.hardware import PlannedStrategy, read_hardware
 from stapo_lightning.module import StapoModule
+from stapo_lightning.strategy import strategy_problems
 
 
 class SaveRunConfig(SaveConfigCallback):
@@ -82,6 +84,9 @@ class StapoCLI(LightningCLI):
         """Finds the run that `--ckpt_path last` means, and picks bf16 where there is a GPU."""
         subcommand = str(self.subcommand)
         config = self.config[subcommand]
+        # Before the Trainer is built, whose own error on these names no way out.
+        strategy = config.trainer.strategy
+        raise_problems(strategy_problems(strategy if isinstance(strategy, str) else str(strategy.get("class_path"))))
         if config.get("ckpt_path") == "last":
             resume_last(config, subcommand)
         on_gpu = config.trainer.accelerator in ("auto", "gpu", "cuda")
@@ -112,11 +117,12 @@ def resume_last(config: Any, subcommand: str) -> None:
     run = runs[-1]
     settings.version = run.name
     # A kill may have hit between the first step=<n>.ckpt and its last.ckpt, and last.ckpt can be switched off.
+    recover_all(run / "checkpoints")
     newest = max(run.glob("checkpoints/*.ckpt"), key=lambda path: path.stat().st_mtime_ns, default=None)
     if newest is not None:
         config.ckpt_path = str(newest)
         if subcommand == "fit":
-            update = torch.load(newest, mmap=True, weights_only=True)["global_step"]
+            update = global_step(newest)
             # What was logged between the checkpoint and the kill is logged again: TensorBoard drops the first version.
             settings.purge_step = update + 1
             print(f"resuming {run} at update {update}")

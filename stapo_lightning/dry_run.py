@@ -85,7 +85,7 @@ class DryRun:
         self.data = data
         self.hardware = hardware
         self.gpu_memory = gpu_memory
-        self.sharding: Sharding = (getattr(module, "sharding", None) or Sharding()).under(hardware.precision)
+        self.sharding: Sharding = (module.sharding or Sharding()).under(hardware.precision)
         self.config: Any = AutoConfig.from_pretrained(resolve_policy(module.policy_name))
         self.text_config: Any = self.config.get_text_config()
 

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+
+from stapo_lightning.strategy import ShardedStrategy, strategy_problems
 
 # The dtypes of trainer.precision: of the weights, and of autocast.
 _PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
@@ -30,6 +32,7 @@ class Hardware:
         devices: Ranks on each node, >= 1.
         nodes: Machines, >= 1.
         strategy: "single", "ddp" or "sharded".
+        strategy_name: As the configuration names it, or its class.
         precision: Lightning's name of it.
         weights: Dtype of the parameters between updates.
         autocast: Dtype of the products where it is not that of the weights, or None.
@@ -40,6 +43,7 @@ class Hardware:
     devices: int
     nodes: int
     strategy: Literal["single", "ddp", "sharded"]
+    strategy_name: str
     precision: str
     weights: torch.dtype
     autocast: torch.dtype | None
@@ -71,6 +75,13 @@ class PlannedStrategy(SingleDeviceStrategy):
         self.world_size = hardware.world_size  # what `trainer.world_size` says
 
 
+def real_strategy(strategy: Strategy) -> tuple[str, bool]:
+    """What a run trains with, or would where it is only planned: the strategy's name, and whether it shards."""
+    if isinstance(strategy, PlannedStrategy):
+        return strategy.hardware.strategy_name, strategy.hardware.strategy == "sharded"
+    return type(strategy).__name__, isinstance(strategy, ShardedStrategy)
+
+
 def read_hardware(trainer: Any) -> tuple[Hardware, list[str]]:
     """The hardware of the `trainer` section of a parsed configuration, and what of it a plan cannot use.
 
@@ -95,13 +106,13 @@ def read_hardware(trainer: Any) -> tuple[Hardware, list[str]]:
         strategy = "ddp"
     elif name in _SHARDED:
         strategy = "sharded"
-    elif name not in ("auto", "SingleDeviceStrategy"):
+    elif name not in ("auto", "SingleDeviceStrategy") and not strategy_problems(name):
         found.append(f"trainer.strategy={name}: a plan knows auto, ddp and fsdp2 (configs/scale/fsdp.yaml)")
     precision = str(trainer.precision or ("bf16-mixed" if gpu else "32-true"))
     if precision not in _PRECISIONS:
         found.append(f"trainer.precision={precision}: a plan knows {', '.join(_PRECISIONS)}")
     weights, autocast = _PRECISIONS.get(precision, (torch.float32, None))
-    return Hardware(gpu, devices, nodes, strategy, precision, weights, autocast), found
+    return Hardware(gpu, devices, nodes, strategy, name, precision, weights, autocast), found
 
 
 def _devices(devices: Any) -> int | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,10 +26,12 @@ from stapo_lightning.checkpoint_io import AtomicCheckpointIO
 from stapo_lightning.distributed import Ranks
 from stapo_lightning.errors import ConfigError, NonFiniteError, bounded
 from stapo_lightning.evaluation import Evaluation, summary
+from stapo_lightning.hardware import real_strategy
 from stapo_lightning.metrics import MismatchMetrics, ProblemTable, RolloutMetrics, UpdateMetrics
 from stapo_lightning.microbatch import Passes, micro_batches, packed_micro_batches, passes
 from stapo_lightning.models import (
     backbone,
+    causal_lm_shapes,
     check_output_head,
     checkpoint_activations,
     context_length,
@@ -57,6 +59,9 @@ from stapo_lightning.objective import (
 from stapo_lightning.plan import Plan
 from stapo_lightning.schedule import ConstantWithWarmup, Schedule
 from stapo_lightning.scoring import Backbone, score
+from stapo_lightning.sharded_loading import load_sharded
+from stapo_lightning.sharding import Sharding, clip_gradients, is_sharded, join, reduce_gradients, within
+from stapo_lightning.strategy import ShardedStrategy, strategy_problems
 
 # Kept over a resume: updates skipped, skipped in a row, and the update of the last validation that was finished.
 _COUNTERS = ("skipped_updates", "skipped_in_a_row", "validated_update")
@@ -106,6 +111,8 @@ class StapoModule(L.LightningModule):
             The first update of each kind takes minutes.
         max_skipped_updates: Updates with a non-finite loss or gradient are skipped; so many in a row stop the run.
         attention: Attention implementation of transformers: "sdpa", "eager", "flash_attention_2".
+        sharding: How the ranks share policy and reference under `trainer.strategy: fsdp2`; null there is the default
+            `Sharding`, and with other strategies every rank holds them whole.
 
     """
 
@@ -128,6 +135,7 @@ class StapoModule(L.LightningModule):
         compile: bool = False,
         max_skipped_updates: int = 10,
         attention: str = "sdpa",
+        sharding: Sharding | None = None,
     ) -> None:
         super().__init__()
         # No save_hyperparameters(): it would restore old values over the flags of a resumed run.
@@ -149,6 +157,7 @@ class StapoModule(L.LightningModule):
         self.compile_policy = compile
         self.max_skipped_updates = max_skipped_updates
         self.attention = attention
+        self.sharding = sharding
 
         self.policy: PreTrainedModel | None = None
         self.reference: list[PreTrainedModel] = []  # in a list: outside the module tree and so outside every checkpoint
@@ -218,7 +227,7 @@ class StapoModule(L.LightningModule):
 
     def problems(self, stage: str) -> list[str]:
         """Everything that is wrong with this configuration for `stage`, one sentence each; no weights are loaded."""
-        found = policy_problems(self.policy_name)
+        found = policy_problems(self.policy_name) + self._sharding_problems()
         data = getattr(self.trainer, "datamodule", None)
         if data is None:
             found.append("no datamodule: pass a RolloutDataModule to trainer.fit(module, datamodule=...)")
@@ -241,6 +250,20 @@ class StapoModule(L.LightningModule):
         found += bounded("model.max_grad_norm", self.max_grad_norm, at_least=0)
         found += bounded("model.max_skipped_updates", self.max_skipped_updates, at_least=1)
         return found + self._trainer_problems()
+
+    def _sharding_problems(self) -> list[str]:
+        name, sharded = real_strategy(self.trainer.strategy)
+        if sharded:
+            if not self.compile_policy:
+                return []
+            return ["model.compile=true: not with trainer.strategy=fsdp2 yet; leave one of them out"]
+        found = strategy_problems(name)
+        if self.sharding is not None and not found:
+            found.append(
+                f"model.sharding is set, but trainer.strategy is {name}, where every rank holds the whole policy;"
+                " write `trainer.strategy: fsdp2`, or leave model.sharding out"
+            )
+        return found
 
     def _trainer_problems(self) -> list[str]:
         found = []
@@ -300,8 +323,7 @@ class StapoModule(L.LightningModule):
     def configure_model(self) -> None:
         """Loads the weights; a second stage of the same process keeps those that are there."""
         if self.policy is None:
-            self.policy = load_causal_lm(self.policy_name, self.attention)
-            check_output_head(self.policy, self.policy_name)
+            self.policy = self._load(self._load_policy, lambda: causal_lm_shapes(self.policy_name, self.attention))
             if self.activation_checkpointing:
                 checkpoint_activations(self.policy)
             states = self._states_of(self.policy)
@@ -312,6 +334,18 @@ class StapoModule(L.LightningModule):
     def needs_reference(self) -> bool:
         """Whether updates need the frozen initial policy."""
         return self.kl_coef > 0 or self.log_kl
+
+    def _load_policy(self) -> PreTrainedModel:
+        policy = load_causal_lm(self.policy_name, self.attention)
+        check_output_head(policy, self.policy_name)
+        return policy
+
+    def _load(self, load: Callable[[], PreTrainedModel], shapes: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+        """The model of `load`, or this rank's share of it; `shapes` is the same on the meta device."""
+        if not isinstance(self.trainer.strategy, ShardedStrategy):
+            return load()
+        sharding = (self.sharding or Sharding()).under(self.trainer.precision)
+        return load_sharded(load, shapes, self.trainer.strategy.device_mesh["data_parallel"], sharding)
 
     def _states_of(self, model: PreTrainedModel) -> Backbone:
         return packed_backbone(model) if self.packing else backbone(model)
@@ -325,7 +359,11 @@ class StapoModule(L.LightningModule):
     def on_fit_start(self) -> None:
         """Loads the reference where it is used, and prints the derived sizes."""
         if self.needs_reference and not self.reference:
-            self.reference = [freeze(load_causal_lm(self.policy_name, self.attention)).to(self.device)]
+            reference = self._load(
+                lambda: freeze(load_causal_lm(self.policy_name, self.attention)),
+                lambda: freeze(causal_lm_shapes(self.policy_name, self.attention)),
+            )
+            self.reference = [reference if is_sharded(reference) else reference.to(self.device)]
         self._print_plan()
 
     @rank_zero_only
@@ -413,7 +451,9 @@ class StapoModule(L.LightningModule):
 
         outputs = []
         for number, rows in enumerate(gradient.rows):
-            with self._optimizer.toggle_model(sync_grad=number == len(gradient.rows) - 1):
+            last = number == len(gradient.rows) - 1
+            reduce_gradients(self._loaded_policy, last)
+            with self._optimizer.toggle_model(sync_grad=last):
                 log_probs = self._score(batch.rows(rows)).log_probs if graph is None else graph.log_probs
                 output = self._loss(batch.rows(rows), log_probs, weights[rows] * (number < gradient.own))
                 # The strategy averages gradients over ranks; the loss is a sum over them.
@@ -456,23 +496,21 @@ class StapoModule(L.LightningModule):
     def _score(self, batch: RolloutBatch) -> TokenScores:
         policy = self._loaded_policy
         states = self._states or self._states_of(policy)  # a policy that a user put in has none yet
-        return score(batch, states, output_head(policy), policy.config.vocab_size)
+        return _scores(batch, policy, states)
 
     def _loss(self, batch: RolloutBatch, log_probs: Tensor, weights: Tensor) -> LossOutput:
         ref_log_probs = None
         if self.reference:
             reference = self.reference[0]
             with torch.no_grad():
-                states, head = self._states_of(reference), output_head(reference)
-                scores = score(batch, states, head, reference.config.vocab_size)
-            ref_log_probs = scores.log_probs
+                ref_log_probs = _scores(batch, reference, self._states_of(reference)).log_probs
         return policy_loss(batch, log_probs, weights, self.surrogate, ref_log_probs, self.kl, self.kl_coef)
 
     def _step(self, loss: float) -> float:
         """Clips, sets the rate, steps; skips where loss or gradient is not finite. Returns the norm before clipping."""
         optimizer = self._optimizer
         parameters = [p for group in self._param_groups for p in group["params"]]
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm or math.inf))
+        norm = clip_gradients(parameters, self.max_grad_norm or math.inf, self.device)
         finite = math.isfinite(norm) and math.isfinite(loss)
         if finite:
             self.skipped_in_a_row = 0
@@ -572,6 +610,7 @@ class StapoModule(L.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Publishes val/<benchmark>/<decoding>/..."""
+        join(self.policy)
         self._publish("val")
 
     def on_validation_end(self) -> None:
@@ -585,7 +624,12 @@ class StapoModule(L.LightningModule):
 
     def on_test_epoch_end(self) -> None:
         """Publishes test/<benchmark>/<decoding>/..."""
+        join(self.policy)
         self._publish("test")
+
+    def on_predict_epoch_end(self) -> None:
+        """Waits for the ranks that have more to complete."""
+        join(self.policy)
 
     def predict_step(self, batch: EvalBatch, batch_idx: int) -> EvalBatch:
         """Hands the completions to the prediction writer."""
@@ -640,6 +684,16 @@ class StapoModule(L.LightningModule):
         self.loaded_update = checkpoint.get("global_step", 0)  # outside of fit the Trainer's own count stays at 0
         for name, value in checkpoint.get("stapo", {}).items():  # absent in checkpoints that other modules saved
             setattr(self, name, value)
+
+
+def _scores(batch: RolloutBatch, model: PreTrainedModel, states: Backbone) -> TokenScores:
+    """`score` through one forward of the whole model, which is where a sharded one gathers its weights."""
+
+    def forward() -> tuple[Tensor, Tensor, Tensor]:
+        found = score(batch, states, output_head(model), model.config.vocab_size)
+        return found.log_probs, found.entropy, found.collision
+
+    return TokenScores(*within(model, forward))
 
 
 def _in_order(parts: list[TokenScores], cut: list[Tensor]) -> TokenScores:
