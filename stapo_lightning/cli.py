@@ -70,8 +70,8 @@ class StapoCLI(LightningCLI):
         """A plan does not claim the devices that it is for."""
         if self.subcommand == "plan":
             strategy = PlannedStrategy(*read_hardware(self.config["plan"].trainer))
-            kwargs |= {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": strategy, "precision": None}
-            kwargs |= {"logger": False}
+            kwargs |= {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": strategy}
+            kwargs |= {"precision": None, "logger": False}
         return super().instantiate_trainer(**kwargs)
 
     def setup_parser(self, *args: Any, **kwargs: Any) -> None:
@@ -87,7 +87,7 @@ class StapoCLI(LightningCLI):
         # Before the Trainer is built, whose own error on these names no way out.
         strategy = config.trainer.strategy
         raise_problems(strategy_problems(strategy if isinstance(strategy, str) else str(strategy.get("class_path"))))
-        if config.get("ckpt_path") == "last":
+        if config.get("ckpt_path") == "last" and subcommand != "plan":
             resume_last(config, subcommand)
         on_gpu = config.trainer.accelerator in ("auto", "gpu", "cuda")
         if on_gpu and config.trainer.precision is None and torch.cuda.is_available() and torch.cuda.is_bf16_supported():

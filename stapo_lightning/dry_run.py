@@ -310,7 +310,14 @@ def _table(rows: Sequence[Row], totals: Sequence[tuple[str, int]]) -> list[str]:
 
 
 class PlanningTrainer(Trainer):
-    """Lightning's Trainer with the subcommand `plan`."""
+    """Lightning's Trainer with the subcommand `plan`.
+
+    Attributes:
+        planned: What the last `plan` found; None where none was made.
+
+    """
+
+    planned: DryRun | None = None
 
     def plan(
         self,
@@ -348,7 +355,7 @@ class PlanningTrainer(Trainer):
             found.append(f"gpu_memory: {error}")
         if found:
             raise ConfigError(list(dict.fromkeys(found)))
-        run = DryRun(model, datamodule, strategy.hardware, memory)
+        self.planned = run = DryRun(model, datamodule, strategy.hardware, memory)
         print("\n".join(run.lines()), flush=True)
         problems = run.problems()
         if problems:

@@ -6,13 +6,13 @@ from pathlib import Path
 
 from transformers import Qwen3Config
 
-# Hidden size, layers, attention heads, intermediate size, whether the head is the embedding. Key-value heads (8), width of
-# a head (128) and vocabulary (151,936) are those of all three. Read in public copies of the models' config.json and in
-# launch scripts that name the same numbers:
+# Hidden size, layers, attention heads, intermediate size, whether the head is the embedding. Key-value heads (8), width
+# of a head (128) and vocabulary (151,936) are those of all three. Read in public copies of the models' config.json and
+# in launch scripts that name the same numbers:
 #   8B, 14B  citsjtu2020/LLM-Prof  sglang/Model_Config.md
 #   1.7B     zyzshishui/slime      scripts/models/qwen3-1.7B.sh (its 8B and 14B agree with the above)
 # The base models' own files could not be read here. They are taken to have the same shape; their longest position,
-# 32,768, is as in copies of Qwen3-0.6B-Base.
+# 32,768, is as in copies of a model that was made from Qwen3-0.6B-Base.
 _QWEN3 = {
     "qwen3_1_7b": (2048, 28, 16, 6144, True),
     "qwen3_8b": (4096, 36, 32, 12288, False),

@@ -217,8 +217,8 @@ def test_the_cache_of_an_engine_is_counted(autocast):
     cache = cache_bytes(QWEN3, torch.float32, torch.bfloat16 if autocast else None, 20 + 150)
     # 3 completions a prompt, so 2 prompts at a time: 6 sequences. The last token of each is not read any more.
     assert 6 * cache == pytest.approx(watch.size, rel=0.01)
-    # 3 layers, 2 key-value heads of 16, keys and values: of 170 tokens, in float32 (under autocast, keys alone: the norm
-    # that Qwen3 gives them has float32 weights).
+    # 3 layers, 2 key-value heads of 16, keys and values of 170 tokens, in float32. Under autocast keys alone: the norm
+    # that Qwen3 gives them has float32 weights.
     assert cache == 3 * 2 * 16 * 170 * (4 + 2 if autocast else 8)
 
 
@@ -229,8 +229,8 @@ def test_an_engine_says_what_its_rollouts_take():
     def cache(engine, completions):
         return next(need.size for need in engine.needs(load(completions)) if need.what == "key-value cache")
 
-    # Whole groups of 4: of at most 10 sequences 8 are sampled at a time; one group in any case. While a layer grows it is
-    # there twice: 1000 + 1000 / 10.
+    # Whole groups of 4: of at most 10 sequences 8 are sampled at a time; one group in any case. While a layer grows it
+    # is there twice: 1000 + 1000 / 10.
     assert cache(HFEngine(max_sequences=10), 64) == 8 * 1100
     assert cache(HFEngine(max_sequences=2), 64) == 4 * 1100
     assert cache(HFEngine(max_sequences=512), 64) == 64 * 1100
