@@ -17,12 +17,14 @@ class Need:
         what: What it is for.
         size: Bytes.
         change: The option that makes it smaller, and how; empty where there is none.
+        always: Of what a rollout needs: whether it stays there while the policy updates.
 
     """
 
     what: str
     size: int
     change: str = ""
+    always: bool = False
 
 
 def parse_bytes(text: str) -> int:

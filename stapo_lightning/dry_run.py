@@ -250,7 +250,7 @@ class DryRun:
             weight_bytes=2 * sum(p.numel() for p in self.policy.parameters()),
             gpu_memory=self.gpu_memory,
         )
-        return [Row(need, ("rollout",)) for need in self.data.engine.needs(load)]
+        return [Row(need, PHASES if need.always else ("rollout",)) for need in self.data.engine.needs(load)]
 
     def _reserved(self) -> Row:
         return Row(Need("CUDA, NCCL, gaps (assumed)", RESERVED if self.hardware.gpu else 0), PHASES, True)

@@ -40,8 +40,8 @@ def _real(config, dtype=torch.float32):
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
-        # A layer holds attention 2 H (heads + 8) 128, MLP 3 H I, norms 2 H + 2 * 128; a model V H once where the head is
-        # tied and twice where not, and a last norm H.
+        # A layer holds attention 2 H (heads + 8) 128, MLP 3 H I, norms 2 H + 2 * 128; a model V H once where the head
+        # is tied and twice where not, and a last norm H.
         # 28 (2 * 2048 * 24 * 128 + 3 * 2048 * 6144 + 4352) + 151936 * 2048 + 2048
         ("qwen3_1_7b", 1_720_574_976),
         # 36 (2 * 4096 * 40 * 128 + 3 * 4096 * 12288 + 8448) + 2 * 151936 * 4096 + 4096

@@ -7,9 +7,9 @@ Measured: a Qwen3 of width 128 (settings.py), 4 prompts a process with 8 complet
 process, gloo. Efficiency is the time of an update on 1 process over that on 2.
 
 Modelled, and not measured: an update of the paper's on N GPUs in M machines of 8. Every GPU has 8 completions of 16,384
-tokens, one a micro-batch, as on the paper's 64. Of P parameters, gathered in bf16, B are gathered again for the backward
-(layers, not embedding and head); there are k micro-batches, after r of which float32 gradients are summed: the last one,
-or every one where the config says so (14B).
+tokens, one a micro-batch, as on the paper's 64. Of P parameters, gathered in bf16, B are gathered again for the
+backward (layers, not embedding and head); there are k micro-batches, after r of which float32 gradients are summed: the
+last one, or every one where the config says so (14B).
 
     gathered  W = 2 k (2 P + B)      scoring and forward gather all, the backward its layers
     reduced   R = 4 r P
@@ -20,8 +20,8 @@ or every one where the config says so (14B).
     efficiency: t_compute / (t_compute + t_comm) where nothing overlaps, t_compute / max of both where all does
 
 A ring sends each byte once over every link: NVLink carries (N - 1) / N of a collective for each GPU, the network
-cards of a machine together (M - 1) / M. Latencies, sampling, and waiting for the rank with the longest completions are not
-in it. A token that HFEngine samples from a sharded policy gathers it once: 2 P bytes.
+cards of a machine together (M - 1) / M. Latencies, sampling, and waiting for the rank with the longest completions are
+not in it. A token that HFEngine samples from a sharded policy gathers it once: 2 P bytes.
 """
 
 from __future__ import annotations
