@@ -13,7 +13,9 @@ from transformers import Qwen3Config
 from stapo_lightning.cli import run
 from stapo_lightning.dry_run import DoesNotFit
 from stapo_lightning.errors import ConfigError
+from stapo_lightning.models import resolve_policy
 from tests.cli import ROOT, stapo
+from tests.doubles import TINY
 from tests.plan_worker import ARGUMENTS, STRATEGIES, fit
 from tests.shapes import save
 
@@ -134,7 +136,7 @@ def test_options_change_what_they_say(tmp_path, monkeypatch):
     assert offloaded.total("update") == base.total("update") - states
     kept = _small(tmp_path, "--model.sharding.reshard_after_forward=false", "--model.activation_checkpointing=false")
     # A layer has 2 * 128 * 10 * 16 of attention, 3 * 128 * 384 of MLP and 2 * 128 + 2 * 16 of norms: 188,704. With
-    # 3000 * 128 of embedding and 128 of the last norm there are 3,403,392. All of it in bf16, and a buffer for one layer.
+    # 3000 * 128 of embedding and 128 of the last norm there are 3,403,392. All of it in bf16, and a buffer for a layer.
     assert _sizes(kept)["gathered weights"] == 2 * (3_403_392 + 188_704)
     assert _sizes(base)["gathered weights"] == 2 * (384_128 + 3 * 188_704)
     assert _sizes(kept)["activations"] > 5 * _sizes(base)["activations"]
@@ -147,21 +149,25 @@ def test_options_change_what_they_say(tmp_path, monkeypatch):
 
 
 def test_the_command_prints_a_table_on_a_machine_without_gpus_or_data(tmp_path):
-    policy = save("qwen3_1_7b", tmp_path)
-    arguments = ("--config=configs/base.yaml", "--config=configs/models/qwen3_1_7b_single_gpu.yaml")
-    done = stapo("plan", *arguments, f"--model.policy={policy}")
+    # The shape of the tiny policy alone, for GPUs that are not here.
+    (tmp_path / "config.json").write_text((Path(resolve_policy(TINY)) / "config.json").read_text())
+    arguments = ("plan", "--config=configs/quickstart.yaml", f"--model.policy={tmp_path}")
+    arguments += ("--trainer.accelerator=gpu", "--trainer.devices=2", "--data.train_prompts=JsonlPrompts")
+    arguments += ("--data.train_prompts.path=/no/such/file.jsonl",)
+    done = stapo(*arguments)
     assert done.returncode == 0, done.stderr
-    assert "1,720,574,976 parameters, one rank" in done.stdout
+    assert "154,016 parameters, a copy on each of 2 ranks" in done.stdout
     table = done.stdout.splitlines()
-    assert next(line for line in table if line.startswith("parameters")).split() == ["parameters", *["6.41", "GiB"] * 3]
+    # 154,016 * 4 / 1024 KiB
+    assert next(line for line in table if line.startswith("parameters")).split() == ["parameters", *["602", "KiB"] * 3]
     assert table[-1] == "it fits"
-    assert sorted(path.name for path in Path(policy).iterdir()) == ["config.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json"]
 
-    refused = stapo("plan", *arguments, f"--model.policy={policy}", "--gpu_memory=24GiB")
+    refused = stapo(*arguments, "--gpu_memory=3GiB")  # which are set aside for CUDA and NCCL
     assert refused.returncode == 2
     assert "Traceback" not in refused.stderr
-    assert "rollout: 65.8 GiB do not fit into the 24.0 GiB" in refused.stderr
-    assert "lower data.engine.init_args.max_sequences=32" in refused.stderr
+    assert "step: 3.00 GiB do not fit into the 3.00 GiB of a GPU" in refused.stderr
+    assert "shard the policy over several GPUs (configs/scale/fsdp.yaml)" in refused.stderr
     assert "it fits" not in refused.stdout
 
 
@@ -173,7 +179,6 @@ def test_every_problem_of_a_fit_is_one_of_its_plan(tmp_path, monkeypatch):
             f"--model.policy={save('qwen3_8b', tmp_path)}",
             "--trainer.devices=auto",
             "--trainer.num_nodes=3",
-            "--trainer.max_steps=5",
             "--trainer.precision=16-mixed",
             "--data.group_size=1",
             "--data.sampling.max_new_tokens=40000",
@@ -184,7 +189,6 @@ def test_every_problem_of_a_fit_is_one_of_its_plan(tmp_path, monkeypatch):
         "trainer.devices=auto: a plan does not look at this machine",
         "trainer.precision=16-mixed: a plan knows",
         "data.prompts_per_batch=256: must be a positive multiple of 3 (ranks)",
-        "trainer.max_steps=5: a run ends between rollouts",
         "data.group_size=1: must be at least 2",
         "make 41024 tokens, but the policy reads at most 32768",
         "gpu_memory: 'much' is no size of memory",
