@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -146,19 +147,27 @@ def read_folder(path: Path, weights_only: bool | None = None) -> dict[str, Any]:
         key: torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
         for key, entry in metadata.state_dict_metadata.items()
     }
-    dcp.load(flat, storage_reader=reader, no_dist=True)
-    nested: dict[str, Any] = {}
-    for key, place in metadata.planner_data.items():
-        *outer, last = place
-        inner = nested
-        for name in outer:
-            inner = inner.setdefault(name, {})
-        inner[last] = flat[key]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process.*")
+        dcp.load(flat, storage_reader=reader, no_dist=True)
+    nested = _nested({place: flat[key] for key, place in metadata.planner_data.items()})
     checkpoint = torch.load(path / _REST, weights_only=weights_only)
     checkpoint["state_dict"] = nested["state_dict"]
     names = sorted((name for name in nested if name.startswith("optimizer_")), key=lambda name: int(name[10:]))
     checkpoint["optimizer_states"] = [by_number(nested[name]) for name in names]
     return checkpoint
+
+
+def _nested(flat: dict[tuple[str | int, ...], Any]) -> Any:
+    """Dictionaries and lists from their innermost values, each under its place; numbers in a place are a list's."""
+    if list(flat) == [()]:
+        return flat[()]
+    parts: dict[str | int, dict[tuple[str | int, ...], Any]] = {}
+    for place, value in flat.items():
+        parts.setdefault(place[0], {})[place[1:]] = value
+    if all(isinstance(name, int) for name in parts):
+        return [_nested(parts[number]) for number in sorted(parts)]
+    return {name: _nested(part) for name, part in parts.items()}
 
 
 def by_number(state: dict[str, Any]) -> dict[str, Any]:

@@ -522,6 +522,8 @@ class StapoModule(L.LightningModule):
         for group, configured in zip(self._param_groups, self._configured, strict=True):
             group["lr"] = configured["lr"] * self.schedule(self.global_step)
         optimizer.step()
+        # Autocast keeps its narrow copies of weights to the end of the training step: all updates of a rollout.
+        torch.clear_autocast_cache()
         optimizer.zero_grad(set_to_none=True)
         if self.skipped_in_a_row >= self.max_skipped_updates:
             raise NonFiniteError(

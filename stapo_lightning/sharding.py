@@ -1,7 +1,8 @@
-"""PyTorch's FSDP2 over a causal language model: each rank holds a share of every weight and gathers what it computes with.
+"""PyTorch's FSDP2 over a causal language model: each rank holds a share of every weight, and gathers what it needs.
 
-Of all the ranks' calls only these three may be collectives, and every rank makes as many: `within` (a pass of an
-update), the model's own forward (a token of a rollout) and `join` (the end of a rollout). Free of Lightning.
+To compute with such a model is a collective, so every rank has to do it equally often. It goes through `within` (a pass
+of an update; their number is agreed on) or through the model's forward (a token of a rollout; `join` makes up for the
+ranks that sample fewer). Free of Lightning.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ class Sharding:
             the optimiser stay in float32. "auto" is bfloat16 where trainer.precision is a bf16 one, else float32.
         reshard_after_forward: Free each layer's gathered weights after its forward and gather them again for its
             backward; false keeps all of them until then: less traffic, the memory of a whole model.
-        reduce: "once" an update, with its last micro-batch: until then each rank holds the gradient of the whole model in
-            float32. "every_pass" holds only its share, and sends a gradient with each micro-batch.
-        cpu_offload: Shares of weights, gradients and optimiser state lie in the CPU's memory, and the optimiser runs there.
+        reduce: "once" an update, with its last micro-batch: until then each rank holds the gradient of the whole model
+            in float32. "every_pass" holds only its share, and sends a gradient with each micro-batch.
+        cpu_offload: Shares of weights, gradients and optimiser state lie in the CPU's memory, where the optimiser runs.
 
     """
 

@@ -29,8 +29,8 @@ def strategy_problems(strategy: str) -> list[str]:
         ]
     if name.startswith("deepspeed"):
         return [
-            f"trainer.strategy={strategy}: DeepSpeed keeps backward, gradients and step to itself, and model.max_grad_norm"
-            f" would not reach them; {_INSTEAD}"
+            f"trainer.strategy={strategy}: DeepSpeed keeps backward, gradients and step to itself, where"
+            f" model.max_grad_norm would not reach them; {_INSTEAD}"
         ]
     if name in ("modelparallelstrategy", "xlafsdpstrategy", "xla_fsdp"):
         return [

@@ -30,6 +30,7 @@ def test_every_config_is_covered():
         *(f"methods/{method}" for method in METHODS),
         *(f"data/{data}" for data in DATA),
         *(f"models/{model}" for model in MODELS),
+        "scale/fsdp",
     }
 
 
@@ -55,6 +56,19 @@ EXPECTED = {
 def test_the_debug_overlay_shrinks_a_run(name):
     config = parse(f"configs/{name}.yaml", "configs/debug.yaml")
     assert (config.data.prompts_per_batch, config.model.prompts_per_update, config.trainer.max_steps) == (4, 4, 4)
+
+
+@pytest.mark.parametrize("name", STANDALONE)
+def test_the_fsdp_overlay_shards(name):
+    config = parse(f"configs/{name}.yaml", "configs/scale/fsdp.yaml", flags=("--model.sharding.cpu_offload=true",))
+    assert (config.trainer.strategy, config.trainer.use_distributed_sampler) == ("fsdp2", False)
+    assert config.model.activation_checkpointing
+    assert config.model.sharding.as_dict() == {
+        "gathered": "auto",
+        "reshard_after_forward": True,
+        "reduce": "once",
+        "cpu_offload": True,
+    }
 
 
 def test_all_methods_are_there():

@@ -479,6 +479,18 @@ def test_bfloat16_trains_close_to_float32(precision, tmp_path):
     assert metrics[precision]["policy/skipped_steps"] == 0
 
 
+def test_the_second_update_of_a_rollout_sees_the_first_under_autocast(tmp_path):
+    moved = {}
+    for precision in ("32-true", "bf16-mixed"):
+        recorder = Recorder()
+        run = trainer(tmp_path, max_steps=2, precision=precision, callbacks=[recorder])
+        run.fit(module(optimizer=lambda params: torch.optim.SGD(params, lr=1.0)), datamodule=datamodule())
+        # 8 prompts of 4 completions in two updates: the last 16 rows meet a policy that is one update ahead.
+        moved[precision] = [float(rows.log().abs().mean()) for rows in recorder.records[0].ratio.split(16)]
+    assert moved["32-true"][1] > 5 * moved["bf16-mixed"][0]  # the update stands out from bfloat16's rounding
+    assert moved["bf16-mixed"][1] == pytest.approx(moved["32-true"][1], rel=0.5)
+
+
 def test_float16_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"trainer\.precision=16-true.*bf16-mixed"):
         trainer(tmp_path, precision="16-true").fit(module(), datamodule=datamodule())

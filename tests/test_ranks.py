@@ -23,7 +23,7 @@ def _weights(folder: Path) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Policies of every method after four updates, by strategy: on 1 process, and on 2 (gloo) with DDP and with FSDP2."""
+    """Every method after four updates, by strategy: on 1 process ("auto"), and on 2 (gloo) with DDP and with FSDP2."""
     folder = tmp_path_factory.mktemp("ranks")
     for ranks, strategies in ((1, ["auto"]), (2, list(SHARED))):
         worker = [sys.executable, "-m", "tests.ranks_worker", str(ranks), str(folder), *strategies]
