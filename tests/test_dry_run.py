@@ -181,7 +181,6 @@ def test_every_problem_of_a_fit_is_one_of_its_plan(tmp_path, monkeypatch):
             "--trainer.num_nodes=3",
             "--trainer.precision=16-mixed",
             "--data.group_size=1",
-            "--data.sampling.max_new_tokens=40000",
             "--gpu_memory=much",
         )
     text = str(refused.value)
@@ -190,11 +189,17 @@ def test_every_problem_of_a_fit_is_one_of_its_plan(tmp_path, monkeypatch):
         "trainer.precision=16-mixed: a plan knows",
         "data.prompts_per_batch=256: must be a positive multiple of 3 (ranks)",
         "data.group_size=1: must be at least 2",
-        "make 41024 tokens, but the policy reads at most 32768",
         "gpu_memory: 'much' is no size of memory",
     ):
         assert expected in text
     assert "train_prompts" not in text  # a plan reads no data
+
+
+def test_lengths_are_those_that_the_policy_reads(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    config = ("--config=configs/base.yaml", f"--model.policy={save('qwen3_8b', tmp_path)}", "--trainer.devices=1")
+    with pytest.raises(ConfigError, match="make 41024 tokens, but the policy reads at most 32768"):
+        _plan(*config, "--data.sampling.max_new_tokens=40000")
 
 
 def test_a_plan_leaves_no_process_group():
