@@ -63,6 +63,7 @@ def fit(strategy: str, devices: int, folder: str) -> None:
             "--trainer.max_steps=2",
             "--trainer.limit_val_batches=0",
             "--trainer.logger=false",
+            f"--trainer.default_root_dir={folder}/{strategy}",
             "--trainer.callbacks=tests.plan_worker.Weigh",
             f"--trainer.callbacks.folder={folder}/{strategy}",
         ]

@@ -112,6 +112,7 @@ def measure(processes: int, strategy: str, policy: Path, rollouts: int) -> dict[
             f"--trainer.max_steps={rollouts}",
             "--trainer.limit_val_batches=0",
             "--trainer.logger=false",
+            f"--trainer.default_root_dir={folder}",
             f"--trainer.devices={processes}",
             f"--trainer.strategy={strategy}",
             "--trainer.callbacks=tests.benchmarks.weak_scaling.Clock",
