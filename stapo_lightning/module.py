@@ -26,6 +26,7 @@ from stapo_lightning.checkpoint_io import AtomicCheckpointIO
 from stapo_lightning.distributed import Ranks
 from stapo_lightning.errors import ConfigError, EngineMismatchError, NonFiniteError, bounded
 from stapo_lightning.evaluation import Evaluation, summary
+from stapo_lightning.hardware import real_strategy
 from stapo_lightning.metrics import ImportanceMetrics, MismatchMetrics, ProblemTable, RolloutMetrics, UpdateMetrics
 from stapo_lightning.microbatch import Passes, micro_batches, packed_micro_batches, passes
 from stapo_lightning.models import (
@@ -226,7 +227,7 @@ class StapoModule(L.LightningModule):
             ConfigError: With every problem at once.
 
         """
-        found = self._problems(stage)
+        found = self.problems(stage)
         if found:
             raise ConfigError(list(dict.fromkeys(found)))
         if type(self.trainer.strategy.checkpoint_io) is TorchCheckpointIO:
@@ -245,7 +246,8 @@ class StapoModule(L.LightningModule):
             tokens_per_micro_batch=self.tokens_per_micro_batch,
         )
 
-    def _problems(self, stage: str) -> list[str]:
+    def problems(self, stage: str) -> list[str]:
+        """Everything that is wrong with this configuration for `stage`, one sentence each; no weights are loaded."""
         found = policy_problems(self.policy_name) + self._sharding_problems()
         data = getattr(self.trainer, "datamodule", None)
         if data is None:
@@ -273,16 +275,16 @@ class StapoModule(L.LightningModule):
         return found + self._trainer_problems()
 
     def _sharding_problems(self) -> list[str]:
-        strategy = self.trainer.strategy
-        if isinstance(strategy, ShardedStrategy):
+        name, sharded = real_strategy(self.trainer.strategy)
+        if sharded:
             if not self.compile_policy:
                 return []
             return ["model.compile=true: not with trainer.strategy=fsdp2 yet; leave one of them out"]
-        found = strategy_problems(type(strategy).__name__)
+        found = strategy_problems(name)
         if self.sharding is not None and not found:
             found.append(
-                f"model.sharding is set, but trainer.strategy is {type(strategy).__name__}, where every rank holds the"
-                " whole policy; write `trainer.strategy: fsdp2`, or leave model.sharding out"
+                f"model.sharding is set, but trainer.strategy is {name}, where every rank holds the whole policy;"
+                " write `trainer.strategy: fsdp2`, or leave model.sharding out"
             )
         return found
 
@@ -352,6 +354,11 @@ class StapoModule(L.LightningModule):
                 checkpoint_activations(self.policy)
             self._states = self._states_of(self.policy)
 
+    @property
+    def needs_reference(self) -> bool:
+        """Whether updates need the frozen initial policy."""
+        return self.kl_coef > 0 or self.log_kl
+
     def _load_policy(self) -> PreTrainedModel:
         policy = load_causal_lm(self.policy_name, self.attention)
         check_output_head(policy, self.policy_name)
@@ -382,7 +389,7 @@ class StapoModule(L.LightningModule):
 
     def on_fit_start(self) -> None:
         """Loads the reference where it is used, and prints the derived sizes."""
-        if (self.kl_coef > 0 or self.log_kl) and not self.reference:
+        if self.needs_reference and not self.reference:
             reference = self._load(
                 lambda: freeze(load_causal_lm(self.policy_name, self.attention)),
                 lambda: freeze(causal_lm_shapes(self.policy_name, self.attention)),

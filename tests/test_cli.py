@@ -100,7 +100,7 @@ def test_arguments_of_components_are_described(base, name):
 
 def test_top_level_help_names_the_subcommands():
     printed = stapo("--help").stdout
-    for subcommand in ("fit", "validate", "test", "predict"):
+    for subcommand in ("fit", "validate", "test", "predict", "plan"):
         assert subcommand in printed
 
 

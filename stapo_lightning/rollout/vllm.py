@@ -17,10 +17,11 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
 from stapo_lightning.batch import Completions, PromptBatch
+from stapo_lightning.byte_sizes import Need
 from stapo_lightning.errors import ConfigError, bounded
 from stapo_lightning.optional import optional, require
 from stapo_lightning.rollout.emitted import Emitted, as_completions, knows_log_probs, prompt_rows, seeds
-from stapo_lightning.rollout.engine import RolloutEngine, Sampling, Vocabulary
+from stapo_lightning.rollout.engine import RolloutEngine, RolloutLoad, Sampling, Vocabulary
 from stapo_lightning.weights import stream_weights
 
 # vLLM samples in this process and leaves its threads alone; it reports errors only, unless asked for more.
@@ -86,6 +87,11 @@ class VLLMEngine(RolloutEngine):
         if self.max_model_len is not None:
             found += bounded("VLLMEngine.max_model_len", self.max_model_len, at_least=2)
         return found
+
+    def needs(self, load: RolloutLoad) -> list[Need]:
+        share = self.gpu_memory_utilization
+        change = f"lower data.engine.init_args.gpu_memory_utilization={share}"
+        return [Need("vLLM, weights and cache", int(share * load.gpu_memory), change, always=not self.sleeps)]
 
     def wake(self, policy: nn.Module) -> None:
         with _apart(policy):

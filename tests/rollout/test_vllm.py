@@ -19,6 +19,7 @@ from stapo_lightning.rollout import HFEngine, Sampling, VLLMEngine, Vocabulary
 from stapo_lightning.rollout.emitted import Emitted
 from stapo_lightning.schedule import ConstantWithWarmup
 from stapo_lightning.scoring import score
+from stapo_lightning.states import joined
 from tests.builders import prompt_batch, rollout_batch, tiny_qwen3
 from tests.cli import stapo
 from tests.doubles import TINY, Recorder, datamodule, module, parameters, trainer
@@ -75,7 +76,7 @@ def differences(policy, completions: Completions, prompts, group_size, temperatu
     batch.prompt_lengths = prompt.lengths.repeat_interleave(group_size)
     batch.completion_ids, batch.temperature = completions.ids, temperature
     with torch.no_grad():
-        scores = score(batch, backbone(policy), output_head(policy), policy.config.vocab_size)
+        scores = score(batch, joined(backbone(policy))(batch), output_head(policy), policy.config.vocab_size)
     assert not completions.log_probs[~batch.completion_mask].any()
     return (scores.log_probs - completions.log_probs)[batch.completion_mask].abs()
 
