@@ -63,7 +63,7 @@ from stapo_lightning.scoring import score
 from stapo_lightning.sharded_loading import load_sharded
 from stapo_lightning.sharding import Sharding, clip_gradients, is_sharded, join, reduce_gradients, within
 from stapo_lightning.states import States, joined, shared, shares_prompts
-from stapo_lightning.strategy import ShardedStrategy, strategy_problems
+from stapo_lightning.strategy import strategy_problems
 
 # Kept over a resume: updates skipped, skipped in a row, and the update of the last validation that was finished.
 _COUNTERS = ("skipped_updates", "skipped_in_a_row", "validated_update")
