@@ -176,10 +176,10 @@ class Quadrants(L.Callback):
                 text = f"{_share(total, float(totals.sum())):.2%}" + (f"\n{total:,.0f}" if name == "tokens" else "")
                 axes.annotate(
                     text,
-                    (0 if right else _LOWEST, (low + high) / 2),
-                    xytext=(-6 if right else 6, 0),
+                    # Where fewest tokens are: those on the right stand near probability 1.
+                    (tau_p if right else _LOWEST, (low + high) / 2),
+                    xytext=(6, 0),
                     textcoords="offset points",
-                    ha="right" if right else "left",
                     va="center",
                     bbox=box,
                 )
