@@ -2,9 +2,24 @@
 
 from callbacks.completion_logger import CompletionLogger
 from callbacks.entropy_guard import EntropyGuard
+from callbacks.entropy_profile import EntropyProfile
 from callbacks.evaluation_report import EvaluationReport
 from callbacks.export_hf import ExportHF
 from callbacks.prediction_writer import PredictionWriter
+from callbacks.quadrants import Quadrants
 from callbacks.run_summary import RunSummary
+from callbacks.silenced_tokens import SilencedTokens
+from callbacks.token_viewer import TokenViewer
 
-__all__ = ["CompletionLogger", "EntropyGuard", "EvaluationReport", "ExportHF", "PredictionWriter", "RunSummary"]
+__all__ = [
+    "CompletionLogger",
+    "EntropyGuard",
+    "EntropyProfile",
+    "EvaluationReport",
+    "ExportHF",
+    "PredictionWriter",
+    "Quadrants",
+    "RunSummary",
+    "SilencedTokens",
+    "TokenViewer",
+]

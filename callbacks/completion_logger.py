@@ -8,6 +8,7 @@ import lightning as L
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from stapo_lightning.errors import bounded
+from stapo_lightning.token_text import as_code
 
 
 class CompletionLogger(L.Callback):
@@ -55,7 +56,5 @@ class CompletionLogger(L.Callback):
         trainer.logger.experiment.add_text("completions", "\n".join(lines), trainer.global_step)
 
     def _code(self, text: str) -> str:
-        # TensorBoard renders Markdown and HTML: every sign of what the policy wrote is spelled as an entity.
         shown = text if len(text) <= self.max_chars else text[: self.max_chars] + " ..."
-        shown = shown.replace("\n", " ↵ ")
-        return f"<code>{''.join(c if c.isalnum() or c == ' ' else f'&#{ord(c)};' for c in shown)}</code>"
+        return as_code(shown.replace("\n", " ↵ "))

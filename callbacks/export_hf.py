@@ -11,6 +11,9 @@ from typing import Any, Literal
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+
+from stapo_lightning.sharding import is_sharded, whole_weights
 
 LATEST, BEST = "latest", "best"
 
@@ -110,6 +113,7 @@ class ExportHF(L.Callback):
         _prune(root)
 
     def _write(self, trainer: L.Trainer, pl_module: Any, root: Path, note: dict[str, Any]) -> None:
+        weights = _whole(pl_module.policy, trainer.is_global_zero)
         if not trainer.is_global_zero:
             return
         number, target = 1, root / f"update={trainer.global_step}"
@@ -118,13 +122,24 @@ class ExportHF(L.Callback):
             target = root / f"update={trainer.global_step}-{number}"
         partial = root / f".{target.name}.partial"
         shutil.rmtree(partial, ignore_errors=True)
-        pl_module.policy.save_pretrained(partial)
+        pl_module.policy.save_pretrained(partial, state_dict=weights)
         pl_module.tokenizer.save_pretrained(partial)
         (partial / _NOTE).write_text(json.dumps(note) + "\n")
         for path in partial.iterdir():
             _flush(path)
         partial.rename(target)
         self._written = target.name
+
+
+def _whole(policy: Any, keep: bool) -> dict[str, Tensor] | None:
+    """The weights of a sharded policy on the rank that keeps them; None where the policy is whole anyway."""
+    if not is_sharded(policy):
+        return None
+    weights = {}
+    for name, value in whole_weights(policy):  # every rank takes part
+        if keep:
+            weights[name] = value.cpu()
+    return weights
 
 
 def _best_of(trainer: L.Trainer) -> tuple[str, float | None]:

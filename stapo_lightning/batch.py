@@ -59,7 +59,7 @@ class Completions:
         lengths: [N] number of emitted tokens, at least 1.
         truncated: [N] bool, True where the length limit and not an end token ended the completion.
         log_probs: [N, T] log pi_old of each emitted token at the sampling temperature, before top-p and top-k; 0 at
-            padding.
+            padding. nan under top-p or top-k, which no training rollout has, where the engine tells only those after.
         entropy: [N, T] H of the distribution each token was drawn from, before top-p and top-k, in nats; 0 at padding.
             None where the engine does not record it with the exactness of a forward of the policy.
         collision: [N, T] sum of its squared probabilities; 0 at padding. Recorded together with `entropy`.
@@ -95,6 +95,9 @@ class RolloutBatch:
         texts: N decoded completions; empty in synthetic batches.
         old_entropy: [N, T] H of the behaviour policy, where the engine recorded it; None elsewhere.
         old_collision: [N, T] collision of the behaviour policy, likewise.
+        engine_log_probs: [N, T] log pi_engine(y_t), where `old_log_probs` has become the policy's own and the two are
+            told apart (`model.importance`); None elsewhere: then `old_log_probs` is the engine's.
+        importance: [N, T] weight of each token's loss, from an `Importance`; None: 1 everywhere.
         reward_errors: Rows whose reward raised or was not a number.
         reward_timeouts: Rows whose reward did not return in time.
         rollout_seconds: Wall time of sampling.
@@ -118,6 +121,8 @@ class RolloutBatch:
     texts: list[str] = field(default_factory=list)
     old_entropy: Tensor | None = None
     old_collision: Tensor | None = None
+    engine_log_probs: Tensor | None = None
+    importance: Tensor | None = None
     reward_errors: int = 0
     reward_timeouts: int = 0
     rollout_seconds: float = 0.0
@@ -206,7 +211,7 @@ class LossOutput:
 
     Attributes:
         loss: [] sum over this micro-batch's tokens of weight * (surrogate + kl_coef * KL).
-        ratio: [n, T] rho, detached; 1 at padding.
+        log_ratio: [n, T] log rho, detached; 0 at padding.
         clipped_low: [n, T] bool, A < 0 and rho below the clip range: no gradient.
         clipped_high: [n, T] bool, A > 0 and rho above it, or A < 0 and above the dual clip: no gradient.
         kl: [n, T] KL estimate to the reference, detached; None where there is no reference.
@@ -214,10 +219,15 @@ class LossOutput:
     """
 
     loss: Tensor
-    ratio: Tensor
+    log_ratio: Tensor
     clipped_low: Tensor
     clipped_high: Tensor
     kl: Tensor | None
+
+    @property
+    def ratio(self) -> Tensor:
+        """[n, T] rho; 1 at padding."""
+        return self.log_ratio.exp()
 
 
 @dataclass
@@ -230,18 +240,40 @@ class UpdateRecord:
         scores: Log-probs, entropy and collision of the policy just before the update.
         silenced: [N, T] bool.
         candidates: [N, T] bool.
-        ratio: [N, T].
+        log_ratio: [N, T] log pi_theta - log pi_old; 0 at padding.
         clipped: [N, T] bool, low or high.
         updates: The numbers of the first and of the last update, counted from 1.
+        tau_h: The selector's threshold at each of these updates, nan where there was none; empty in synthetic records.
 
     """
 
     scores: TokenScores
     silenced: Tensor
     candidates: Tensor
-    ratio: Tensor
+    log_ratio: Tensor
     clipped: Tensor
     updates: tuple[int, int]
+    tau_h: tuple[float, ...] = ()
+
+    @property
+    def update_numbers(self) -> range:
+        """The numbers of these updates."""
+        return range(self.updates[0], self.updates[1] + 1)
+
+    def by_update(self) -> Iterator[tuple[int, slice]]:
+        """The number of each update with the rows that took part in it."""
+        rows = len(self.silenced) // len(self.update_numbers)
+        for place, number in enumerate(self.update_numbers):
+            yield number, slice(place * rows, (place + 1) * rows)
+
+    def is_due(self, every_n_updates: int) -> bool:
+        """Whether one of these updates is the first of all or a multiple of `every_n_updates`; 0 is never due."""
+        return any(due(number, every_n_updates) for number in self.update_numbers)
+
+    @property
+    def ratio(self) -> Tensor:
+        """[N, T] rho; 1 at padding."""
+        return self.log_ratio.exp()
 
 
 @dataclass
@@ -298,6 +330,11 @@ class EvalBatch:
     def to(self, *_: Any, **__: Any) -> EvalBatch:
         """The batch itself: it is on the CPU already. Lightning moves the predictions of `predict` there."""
         return self
+
+
+def due(update: int, every_n_updates: int) -> bool:
+    """Whether update number `update` (from 1) is the first or a multiple of `every_n_updates`; 0 is never due."""
+    return every_n_updates > 0 and (update == 1 or update % every_n_updates == 0)
 
 
 def pad_rows(tensors: Sequence[Tensor], width: int | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""The command line: `stapo fit|validate|test|predict --config ...`. Only links and wires."""
+"""The command line: `stapo fit|validate|test|predict|plan --config ...`. Only links and wires."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ from omegaconf.errors import OmegaConfBaseException
 from transformers.utils import logging as transformers_logging
 
 from callbacks import EvaluationReport  # the import also lets a config name the classes of callbacks
+from stapo_lightning.checkpoint_io import global_step, recover_all
 from stapo_lightning.data import RolloutDataModule
-from stapo_lightning.errors import StapoError
+from stapo_lightning.dry_run import PlanningTrainer
+from stapo_lightning.errors import StapoError, raise_problems
+from stapo_lightning.hardware import PlannedStrategy, read_hardware
 from stapo_lightning.module import StapoModule
+from stapo_lightning.strategy import strategy_problems
 
 
 class SaveRunConfig(SaveConfigCallback):
@@ -57,6 +61,19 @@ class StapoCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Nothing is linked: module and datamodule meet at the trainer."""
 
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Lightning's, and `plan`."""
+        return LightningCLI.subcommands() | {"plan": {"model", "datamodule"}}
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """A plan does not claim the devices that it is for."""
+        if self.subcommand == "plan":
+            strategy = PlannedStrategy(*read_hardware(self.config["plan"].trainer))
+            kwargs |= {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": strategy}
+            kwargs |= {"precision": None, "logger": False}
+        return super().instantiate_trainer(**kwargs)
+
     def setup_parser(self, *args: Any, **kwargs: Any) -> None:
         """Leaves Lightning's own table of results out where not asked for: EvaluationReport prints one."""
         super().setup_parser(*args, **kwargs)
@@ -67,7 +84,10 @@ class StapoCLI(LightningCLI):
         """Finds the run that `--ckpt_path last` means, and picks bf16 where there is a GPU."""
         subcommand = str(self.subcommand)
         config = self.config[subcommand]
-        if config.get("ckpt_path") == "last":
+        # Before the Trainer is built, whose own error on these names no way out.
+        strategy = config.trainer.strategy
+        raise_problems(strategy_problems(strategy if isinstance(strategy, str) else str(strategy.get("class_path"))))
+        if config.get("ckpt_path") == "last" and subcommand != "plan":
             resume_last(config, subcommand)
         on_gpu = config.trainer.accelerator in ("auto", "gpu", "cuda")
         if on_gpu and config.trainer.precision is None and torch.cuda.is_available() and torch.cuda.is_bf16_supported():
@@ -97,11 +117,12 @@ def resume_last(config: Any, subcommand: str) -> None:
     run = runs[-1]
     settings.version = run.name
     # A kill may have hit between the first step=<n>.ckpt and its last.ckpt, and last.ckpt can be switched off.
+    recover_all(run / "checkpoints")
     newest = max(run.glob("checkpoints/*.ckpt"), key=lambda path: path.stat().st_mtime_ns, default=None)
     if newest is not None:
         config.ckpt_path = str(newest)
         if subcommand == "fit":
-            update = torch.load(newest, mmap=True, weights_only=True)["global_step"]
+            update = global_step(newest)
             # What was logged between the checkpoint and the kill is logged again: TensorBoard drops the first version.
             settings.purge_step = update + 1
             print(f"resuming {run} at update {update}")
@@ -146,6 +167,7 @@ def run(args: Sequence[str] | None = None, cli_class: type[StapoCLI] = StapoCLI)
     return cli_class(
         StapoModule,
         RolloutDataModule,
+        trainer_class=PlanningTrainer,
         save_config_callback=SaveRunConfig,
         seed_everything_default=1,
         trainer_defaults={"use_distributed_sampler": False, "callbacks": [EvaluationReport()]},

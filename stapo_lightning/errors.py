@@ -59,5 +59,13 @@ class RewardError(StapoError):
     """A reward broke its contract: wrong number of values, or every row failed."""
 
 
+class EngineMismatchError(StapoError):
+    """The rollout engine samples from another distribution than the policy that trains."""
+
+
+class EngineServerError(StapoError):
+    """The server that samples does not answer, or refuses."""
+
+
 class NonFiniteError(StapoError):
     """Too many updates in a row had a loss or a gradient that was not finite."""

@@ -13,7 +13,7 @@ from torchmetrics import Metric
 
 from stapo_lightning.batch import EvalSamples, RolloutBatch, UpdateRecord
 from stapo_lightning.evaluation import Evaluation
-from stapo_lightning.objective import group_statistics, logit_gradient_weight, squared_logit_gradient_norm
+from stapo_lightning.objective import ImportanceOutput, group_statistics, squared_logit_gradients
 
 
 class _Sums(Metric):
@@ -88,34 +88,31 @@ class RolloutMetrics(_Sums):
 
 
 class UpdateMetrics(_Sums):
-    """What one optimiser step did to its tokens: policy/*, s2t/*, rollout/logprob_diff_*."""
+    """What one optimiser step did to its tokens: policy/*, s2t/*."""
 
     sum_names = (
         "tokens", "entropy", "ppo_kl", "low", "high", "kl", "silenced", "candidates", "silenced_prob",
-        "silenced_entropy", "gradient", "silenced_gradient", "diff",
+        "silenced_entropy", "gradient", "silenced_gradient",
     )  # fmt: skip
-    max_names = ("diff",)
 
     def update(self, batch: RolloutBatch, record: UpdateRecord, clipped_low: Tensor, kl: Tensor | None) -> None:
         """Adds the mini-batch of this rank.
 
         Args:
             batch: The mini-batch.
-            record: Its scores, ratios and selection.
+            record: Its scores, log-ratios and selection.
             clipped_low: [N, T] bool; the clipped tokens that are not low are high.
             kl: [N, T] KL estimate to the reference, or None.
 
         """
         mask, silenced, scores = batch.completion_mask, record.silenced, record.scores
-        weight = logit_gradient_weight(record.ratio, batch.advantages[:, None], record.clipped)
-        gradient = squared_logit_gradient_norm(weight, scores.probs, scores.collision).double() * mask
+        gradient = squared_logit_gradients(batch, record)
         difference = ((scores.log_probs - batch.old_log_probs) * mask).double()
         self._add(
             [mask.sum(), (scores.entropy * mask).double().sum(), -difference.sum(), clipped_low.sum(),
              (record.clipped & ~clipped_low).sum(), 0.0 if kl is None else kl.double().sum(), silenced.sum(),
              record.candidates.sum(), scores.probs[silenced].double().sum(), scores.entropy[silenced].double().sum(),
-             gradient.sum(), gradient[silenced].sum(), difference.abs().sum()],
-            [difference.abs().max()],
+             gradient.sum(), gradient[silenced].sum()],
         )  # fmt: skip
 
     def compute(self) -> dict[str, float]:
@@ -139,7 +136,7 @@ class UpdateMetrics(_Sums):
 
 
 class MismatchMetrics(_Sums):
-    """rollout/logprob_diff_*: |log pi_theta - log pi_old| before the first update of a rollout: engine, policy.
+    """rollout/logprob_diff_*: |log pi_theta - log pi_engine| before the first update of a rollout.
 
     Where the engine recorded its scores, over the rows that have an advantage: the others are not scored again.
     """
@@ -147,12 +144,14 @@ class MismatchMetrics(_Sums):
     sum_names = ("tokens", "diff")
     max_names = ("diff",)
 
-    def update(self, batch: RolloutBatch, ratio: Tensor) -> None:
-        """Adds the first mini-batch of a rollout; `ratio` [N, T] of policy to engine, 1 where it was not scored."""
-        mask = batch.completion_mask
-        if batch.recorded_scores is not None:
+    def update(self, batch: RolloutBatch, log_ratio: Tensor) -> None:
+        """Adds the first mini-batch of a rollout; `log_ratio` [N, T] of its update, 0 where it was not scored."""
+        mask, difference = batch.completion_mask, log_ratio.double()
+        if batch.engine_log_probs is not None:
+            difference = difference + (batch.old_log_probs - batch.engine_log_probs)
+        elif batch.recorded_scores is not None:
             mask = mask & (batch.advantages != 0)[:, None]
-        difference = (ratio.double().log() * mask).abs()
+        difference = difference.abs().masked_fill(~mask, 0.0)
         self._add([mask.sum(), difference.sum()], [difference.max()])
 
     def compute(self) -> dict[str, float]:
@@ -161,6 +160,28 @@ class MismatchMetrics(_Sums):
         return {
             "rollout/logprob_diff_mean": _ratio(total, tokens),
             "rollout/logprob_diff_max": float(self.maxima[0]),
+        }
+
+
+class ImportanceMetrics(_Sums):
+    """rollout/importance_*: the weights pi_old / pi_engine of a rollout's tokens."""
+
+    sum_names = ("tokens", "weight", "truncated")
+    max_names = ("negative",)
+
+    def update(self, mask: Tensor, output: ImportanceOutput) -> None:
+        """Adds a rollout of this rank; `mask` [N, T] is True at its completion tokens."""
+        weights = output.weights[mask].double()
+        lowest = weights.min() if len(weights) else torch.inf
+        self._add([len(weights), weights.sum(), output.truncated[mask].sum()], [-lowest])
+
+    def compute(self) -> dict[str, float]:
+        """Tag -> value over all ranks."""
+        t = self._totals()
+        return {
+            "rollout/importance_mean": _ratio(t["weight"], t["tokens"]),
+            "rollout/importance_min": -t["negative"],
+            "rollout/importance_truncated_fraction": _ratio(t["truncated"], t["tokens"]),
         }
 
 

@@ -95,14 +95,26 @@ def load_causal_lm(policy: str, attention: str) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_pretrained(
         resolve_policy(policy), dtype=torch.float32, attn_implementation=attention
     )
+    # from_pretrained returns eval mode and Lightning would keep it; activation checkpointing acts in train mode only.
+    return _without_dropout(model).train()
+
+
+def causal_lm_shapes(policy: str, attention: str) -> PreTrainedModel:
+    """What `load_causal_lm` loads, on the meta device: every shape and no memory."""
+    config = AutoConfig.from_pretrained(resolve_policy(policy))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    return _without_dropout(model).train()
+
+
+def _without_dropout(model: PreTrainedModel) -> PreTrainedModel:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         for name, value in list(vars(module).items()):
             if "dropout" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
-    # from_pretrained returns eval mode and Lightning would keep it; activation checkpointing acts in train mode only.
-    return model.train()
+    return model
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning as L
@@ -24,12 +24,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from stapo_lightning.batch import EvalBatch, LossOutput, RolloutBatch, Selection, TokenScores, UpdateRecord, pad_rows
 from stapo_lightning.checkpoint_io import AtomicCheckpointIO
 from stapo_lightning.distributed import Ranks
-from stapo_lightning.errors import ConfigError, NonFiniteError, bounded
+from stapo_lightning.errors import ConfigError, EngineMismatchError, NonFiniteError, bounded
 from stapo_lightning.evaluation import Evaluation, summary
-from stapo_lightning.metrics import MismatchMetrics, ProblemTable, RolloutMetrics, UpdateMetrics
+from stapo_lightning.hardware import real_strategy
+from stapo_lightning.metrics import ImportanceMetrics, MismatchMetrics, ProblemTable, RolloutMetrics, UpdateMetrics
 from stapo_lightning.microbatch import Passes, micro_batches, packed_micro_batches, passes
 from stapo_lightning.models import (
     backbone,
+    causal_lm_shapes,
     check_output_head,
     checkpoint_activations,
     context_length,
@@ -48,6 +50,7 @@ from stapo_lightning.objective import (
     S2T,
     Aggregation,
     Clipped,
+    Importance,
     KLEstimator,
     Surrogate,
     TokenMean,
@@ -57,7 +60,10 @@ from stapo_lightning.objective import (
 from stapo_lightning.plan import Plan
 from stapo_lightning.schedule import ConstantWithWarmup, Schedule
 from stapo_lightning.scoring import score
+from stapo_lightning.sharded_loading import load_sharded
+from stapo_lightning.sharding import Sharding, clip_gradients, is_sharded, join, reduce_gradients, within
 from stapo_lightning.states import States, joined, shared, shares_prompts
+from stapo_lightning.strategy import ShardedStrategy, strategy_problems
 
 # Kept over a resume: updates skipped, skipped in a row, and the update of the last validation that was finished.
 _COUNTERS = ("skipped_updates", "skipped_in_a_row", "validated_update")
@@ -72,7 +78,6 @@ class _Outcome:
     record: UpdateRecord
     clipped_low: Tensor
     kl: Tensor | None
-    tau_h: float
     loss: float
     grad_norm: float
     score_seconds: float
@@ -93,6 +98,10 @@ class StapoModule(L.LightningModule):
         kl_coef: Weight of the KL to the frozen initial policy, >= 0 (paper: 0).
         kl: Estimator of that KL; default k3.
         log_kl: Load the reference and log policy/kl_ref even with kl_coef 0; costs a second copy of the weights.
+        importance: Weights that correct for an engine whose probabilities are not the policy's, such as
+            `TruncatedImportance`; each rollout is scored once more before its first update. Null leaves it out.
+        max_logprob_diff: Largest rollout/logprob_diff_mean, nats, > 0: an engine further from the policy than this
+            samples from stale weights or computes something else, and stops the run. `.inf` only measures.
         optimizer: Optimiser of the policy's parameters; default AdamW with the paper's learning rate 1e-6.
         schedule: Learning-rate factor over updates; default 10 warm-up updates, then constant.
         max_grad_norm: Gradients are scaled down to this global L2 norm; 0 does not clip (paper: 1.0).
@@ -103,13 +112,16 @@ class StapoModule(L.LightningModule):
             attention, which skips from one sequence to the next; others would compute a mask over all pairs of tokens.
         share_prompts: In an update, read each prompt once for the completions of it that share a micro-batch, wherever
             that saves a tenth of the tokens. Without effect where `packing`, `activation_checkpointing` or `compile`
-            is on, and on layers that do not attend to the whole sequence. Changes time, never the gradient.
+            is on, on sharded weights, and on layers that do not attend to the whole sequence. Changes time, never the
+            gradient.
         activation_checkpointing: Keep only each decoder layer's input for the backward and compute the layer again:
             less memory, about a third more time for an update.
         compile: Compile the policy's forward and backward with torch.compile for updates; rollouts stay as they are.
             The first update of each kind takes minutes.
         max_skipped_updates: Updates with a non-finite loss or gradient are skipped; so many in a row stop the run.
         attention: Attention implementation of transformers: "sdpa", "eager", "flash_attention_2".
+        sharding: How the ranks share policy and reference under `trainer.strategy: fsdp2`; null there is the default
+            `Sharding`, and with other strategies every rank holds them whole.
 
     """
 
@@ -122,6 +134,8 @@ class StapoModule(L.LightningModule):
         kl_coef: float = 0.0,
         kl: KLEstimator | None = None,
         log_kl: bool = False,
+        importance: Importance | None = None,
+        max_logprob_diff: float = 0.1,
         optimizer: OptimizerCallable = lambda params: AdamW(params, lr=1e-6),
         schedule: Schedule | None = None,
         max_grad_norm: float = 1.0,
@@ -133,6 +147,7 @@ class StapoModule(L.LightningModule):
         compile: bool = False,
         max_skipped_updates: int = 10,
         attention: str = "sdpa",
+        sharding: Sharding | None = None,
     ) -> None:
         super().__init__()
         # No save_hyperparameters(): it would restore old values over the flags of a resumed run.
@@ -144,6 +159,8 @@ class StapoModule(L.LightningModule):
         self.kl_coef = kl_coef
         self.kl = kl or K3()
         self.log_kl = log_kl
+        self.importance = importance
+        self.max_logprob_diff = max_logprob_diff
         self.optimizer = optimizer
         self.schedule = schedule or ConstantWithWarmup()
         self.max_grad_norm = max_grad_norm
@@ -155,13 +172,18 @@ class StapoModule(L.LightningModule):
         self.compile_policy = compile
         self.max_skipped_updates = max_skipped_updates
         self.attention = attention
+        self.sharding = sharding
 
         self.policy: PreTrainedModel | None = None
         self.reference: list[PreTrainedModel] = []  # in a list: outside the module tree and so outside every checkpoint
         self.ranks = Ranks()
+        # For callbacks that ask the policy about a selection: called with mini-batch, scores, selection and the number
+        # of the update (from 1) on every rank, before the update moves the weights.
+        self.selection_observers: list[Callable[[RolloutBatch, TokenScores, Selection, int], None]] = []
         self.rollout_metrics = RolloutMetrics()
         self.update_metrics = UpdateMetrics()
         self.mismatch_metrics = MismatchMetrics()
+        self.importance_metrics = ImportanceMetrics()
         self.problem_tables: torch.nn.ModuleList = torch.nn.ModuleList()
         self.skipped_updates = 0
         self.skipped_in_a_row = 0
@@ -205,7 +227,7 @@ class StapoModule(L.LightningModule):
             ConfigError: With every problem at once.
 
         """
-        found = self._problems(stage)
+        found = self.problems(stage)
         if found:
             raise ConfigError(list(dict.fromkeys(found)))
         if type(self.trainer.strategy.checkpoint_io) is TorchCheckpointIO:
@@ -224,8 +246,9 @@ class StapoModule(L.LightningModule):
             tokens_per_micro_batch=self.tokens_per_micro_batch,
         )
 
-    def _problems(self, stage: str) -> list[str]:
-        found = policy_problems(self.policy_name)
+    def problems(self, stage: str) -> list[str]:
+        """Everything that is wrong with this configuration for `stage`, one sentence each; no weights are loaded."""
+        found = policy_problems(self.policy_name) + self._sharding_problems()
         data = getattr(self.trainer, "datamodule", None)
         if data is None:
             found.append("no datamodule: pass a RolloutDataModule to trainer.fit(module, datamodule=...)")
@@ -244,10 +267,26 @@ class StapoModule(L.LightningModule):
         if stage != "fit":
             return found
         found += self.surrogate.problems() + self.selector.problems() + self.aggregation.problems()
+        found += self.importance.problems() if self.importance is not None else []
         found += bounded("model.kl_coef", self.kl_coef, at_least=0)
+        found += bounded("model.max_logprob_diff", self.max_logprob_diff, above=0)
         found += bounded("model.max_grad_norm", self.max_grad_norm, at_least=0)
         found += bounded("model.max_skipped_updates", self.max_skipped_updates, at_least=1)
         return found + self._trainer_problems()
+
+    def _sharding_problems(self) -> list[str]:
+        name, sharded = real_strategy(self.trainer.strategy)
+        if sharded:
+            if not self.compile_policy:
+                return []
+            return ["model.compile=true: not with trainer.strategy=fsdp2 yet; leave one of them out"]
+        found = strategy_problems(name)
+        if self.sharding is not None and not found:
+            found.append(
+                f"model.sharding is set, but trainer.strategy is {name}, where every rank holds the whole policy;"
+                " write `trainer.strategy: fsdp2`, or leave model.sharding out"
+            )
+        return found
 
     def _trainer_problems(self) -> list[str]:
         found = []
@@ -310,18 +349,36 @@ class StapoModule(L.LightningModule):
     def configure_model(self) -> None:
         """Loads the weights; a second stage of the same process keeps those that are there."""
         if self.policy is None:
-            self.policy = load_causal_lm(self.policy_name, self.attention)
-            check_output_head(self.policy, self.policy_name)
+            self.policy = self._load(self._load_policy, lambda: causal_lm_shapes(self.policy_name, self.attention))
             if self.activation_checkpointing:
                 checkpoint_activations(self.policy)
             self._states = self._states_of(self.policy)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether updates need the frozen initial policy."""
+        return self.kl_coef > 0 or self.log_kl
+
+    def _load_policy(self) -> PreTrainedModel:
+        policy = load_causal_lm(self.policy_name, self.attention)
+        check_output_head(policy, self.policy_name)
+        return policy
+
+    def _load(self, load: Callable[[], PreTrainedModel], shapes: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+        """The model of `load`, or this rank's share of it; `shapes` is the same on the meta device."""
+        mesh = self.device_mesh  # of ShardedStrategy alone
+        if mesh is None:
+            return load()
+        sharding = (self.sharding or Sharding()).under(self.trainer.precision)
+        return load_sharded(load, shapes, mesh["data_parallel"], sharding)
 
     def _states_of(self, model: PreTrainedModel) -> States:
         through = packed_backbone(model) if self.packing else backbone(model)
         if self.compile_policy and model is self.policy:
             through = torch.compile(through, dynamic=True)  # shapes differ from one micro-batch to the next
         states = joined(through)
-        alone = self.packing or self.compile_policy or self.activation_checkpointing
+        # Sharded, a forward is a collective, and how many a rank makes would depend on its completions.
+        alone = self.packing or self.compile_policy or self.activation_checkpointing or is_sharded(model)
         return shared(model, states) if self.share_prompts and not alone and shares_prompts(model) else states
 
     def configure_optimizers(self) -> Optimizer:
@@ -332,8 +389,12 @@ class StapoModule(L.LightningModule):
 
     def on_fit_start(self) -> None:
         """Loads the reference where it is used, and prints the derived sizes."""
-        if (self.kl_coef > 0 or self.log_kl) and not self.reference:
-            self.reference = [freeze(load_causal_lm(self.policy_name, self.attention)).to(self.device)]
+        if self.needs_reference and not self.reference:
+            reference = self._load(
+                lambda: freeze(load_causal_lm(self.policy_name, self.attention)),
+                lambda: freeze(causal_lm_shapes(self.policy_name, self.attention)),
+            )
+            self.reference = [reference if is_sharded(reference) else reference.to(self.device)]
         self._print_plan()
 
     @rank_zero_only
@@ -402,6 +463,9 @@ class StapoModule(L.LightningModule):
         """
         started = time.perf_counter()
         rollout = self._measure_rollout(batch)
+        if self.importance is not None:
+            batch, weights = self._weighted(batch, self.importance)
+            rollout |= weights
         completions = self.prompts_per_update // self.ranks.size * batch.group_size
         records: list[UpdateRecord] = []
         latest: dict[str, float] = {}
@@ -440,12 +504,17 @@ class StapoModule(L.LightningModule):
 
         # I_S2T over the whole mini-batch and all ranks, then one global denominator.
         selection = self.selector(batch, scores, self.ranks, self.global_step)
+        for observe in self.selection_observers:
+            observe(batch, scores, selection, self.global_step + 1)
         keep = batch.completion_mask & ~selection.silenced
         weights = self.aggregation(keep, self.ranks)
+        weights = weights if batch.importance is None else weights * batch.importance
 
         outputs = []
         for number, rows in enumerate(gradient.rows):
-            with self._optimizer.toggle_model(sync_grad=number == len(gradient.rows) - 1):
+            last = number == len(gradient.rows) - 1
+            reduce_gradients(self._loaded_policy, last)
+            with self._optimizer.toggle_model(sync_grad=last):
                 log_probs = self._score(batch.rows(rows)).log_probs if graph is None else graph.log_probs
                 output = self._loss(batch.rows(rows), log_probs, weights[rows] * (number < gradient.own))
                 # The strategy averages gradients over ranks; the loss is a sum over them.
@@ -462,6 +531,27 @@ class StapoModule(L.LightningModule):
         return self._outcome(
             scores, selection, outputs, cut, loss, grad_norm, scored - started, time.perf_counter() - started
         )
+
+    def _weighted(self, batch: RolloutBatch, importance: Importance) -> tuple[RolloutBatch, dict[str, float]]:
+        """The rollout with the policy's own old log-probs beside the engine's, each token weighted by their ratio.
+
+        All of it is scored before the first update: later mini-batches meet a policy that has moved.
+        """
+        everything = self._passes(batch, torch.ones_like(batch.truncated))
+        scores = self._current_scores(batch, None, everything, Passes([], 0))
+        output = importance((scores.log_probs - batch.old_log_probs).masked_fill(~batch.completion_mask, 0.0))
+        self.importance_metrics.update(batch.completion_mask, output)
+        metrics = self.importance_metrics.compute()
+        self.importance_metrics.reset()
+        weighted = replace(
+            batch,
+            engine_log_probs=batch.old_log_probs,
+            old_log_probs=scores.log_probs,
+            old_entropy=scores.entropy,
+            old_collision=scores.collision,
+            importance=output.weights,
+        )
+        return weighted, metrics
 
     def _passes(self, batch: RolloutBatch, chosen: Tensor, at_least: int = 0) -> Passes:
         rows = chosen.nonzero().squeeze(1)
@@ -488,23 +578,21 @@ class StapoModule(L.LightningModule):
     def _score(self, batch: RolloutBatch) -> TokenScores:
         policy = self._loaded_policy
         states = self._states or self._states_of(policy)  # a policy that a user put in has none yet
-        return score(batch, states(batch), output_head(policy), policy.config.vocab_size)
+        return _scores(batch, policy, states)
 
     def _loss(self, batch: RolloutBatch, log_probs: Tensor, weights: Tensor) -> LossOutput:
         ref_log_probs = None
         if self.reference:
             reference = self.reference[0]
             with torch.no_grad():
-                states, head = self._states_of(reference), output_head(reference)
-                scores = score(batch, states(batch), head, reference.config.vocab_size)
-            ref_log_probs = scores.log_probs
+                ref_log_probs = _scores(batch, reference, self._states_of(reference)).log_probs
         return policy_loss(batch, log_probs, weights, self.surrogate, ref_log_probs, self.kl, self.kl_coef)
 
     def _step(self, loss: float) -> float:
         """Clips, sets the rate, steps; skips where loss or gradient is not finite. Returns the norm before clipping."""
         optimizer = self._optimizer
         parameters = [p for group in self._param_groups for p in group["params"]]
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm or math.inf))
+        norm = clip_gradients(parameters, self.max_grad_norm or math.inf, self.device)
         finite = math.isfinite(norm) and math.isfinite(loss)
         if finite:
             self.skipped_in_a_row = 0
@@ -516,6 +604,8 @@ class StapoModule(L.LightningModule):
         for group, configured in zip(self._param_groups, self._configured, strict=True):
             group["lr"] = configured["lr"] * self.schedule(self.global_step) * self.lr_scale
         optimizer.step()
+        # Autocast keeps its narrow copies of weights to the end of the training step: all updates of a rollout.
+        torch.clear_autocast_cache()
         optimizer.zero_grad(set_to_none=True)
         if self.skipped_in_a_row >= self.max_skipped_updates:
             raise NonFiniteError(
@@ -548,12 +638,13 @@ class StapoModule(L.LightningModule):
             scores=scores,
             silenced=selection.silenced,
             candidates=selection.candidates,
-            ratio=in_order([output.ratio for output in outputs]),
+            log_ratio=in_order([output.log_ratio for output in outputs]),
             clipped=low | high,
             updates=(self.global_step, self.global_step),
+            tau_h=(float(selection.tau_h),),
         )
         kl = in_order([output.kl for output in outputs if output.kl is not None]) if self.reference else None
-        return _Outcome(record, low, kl, float(selection.tau_h), loss, grad_norm, score_seconds, update_seconds)
+        return _Outcome(record, low, kl, loss, grad_norm, score_seconds, update_seconds)
 
     # ---- measurements -----------------------------------------------------------------------------------------------
 
@@ -568,13 +659,12 @@ class StapoModule(L.LightningModule):
         metrics = self.update_metrics.compute()
         self.update_metrics.reset()
         if first:  # the policy that is scored is still the one that sampled
-            self.mismatch_metrics.update(batch, outcome.record.ratio)
-            metrics |= self.mismatch_metrics.compute()
-            self.mismatch_metrics.reset()
+            metrics |= self._measure_mismatch(batch, outcome.record)
         if outcome.kl is None:
             del metrics["policy/kl_ref"]
-        if not math.isnan(outcome.tau_h):
-            metrics["s2t/tau_h"] = outcome.tau_h
+        (tau_h,) = outcome.record.tau_h
+        if not math.isnan(tau_h):
+            metrics["s2t/tau_h"] = tau_h
         return metrics | {
             "policy/loss": outcome.loss,
             "policy/grad_norm": outcome.grad_norm,
@@ -584,15 +674,36 @@ class StapoModule(L.LightningModule):
             "time/update_s": outcome.update_seconds,
         }
 
+    def _measure_mismatch(self, batch: RolloutBatch, record: UpdateRecord) -> dict[str, float]:
+        self.mismatch_metrics.update(batch, record.log_ratio)
+        metrics = self.mismatch_metrics.compute()
+        self.mismatch_metrics.reset()
+        mean = metrics["rollout/logprob_diff_mean"]
+        if not mean <= self.max_logprob_diff:
+            raise EngineMismatchError(
+                f"rollout/logprob_diff_mean={mean:.3g} in the rollout before update {self.global_step}: the engine's"
+                " log-probs of the tokens it sampled are further from the policy's than model.max_logprob_diff="
+                f"{self.max_logprob_diff}. Either the engine holds stale or other weights, or it computes the model"
+                " differently (its dtype, trainer.precision, quantisation). Where the distance is meant, raise"
+                " model.max_logprob_diff and correct for it with model.importance"
+            )
+        return metrics
+
     # ---- validate, test, predict ------------------------------------------------------------------------------------
 
     def on_validation_epoch_start(self) -> None:
-        """Empties the tables."""
+        """Empties the tables and wakes the engine."""
         self._empty_tables("validate")
+        self._data.wake_engine()
 
     def on_test_epoch_start(self) -> None:
-        """Empties the tables."""
+        """Empties the tables and wakes the engine."""
         self._empty_tables("test")
+        self._data.wake_engine()
+
+    def on_predict_epoch_start(self) -> None:
+        """Wakes the engine."""
+        self._data.wake_engine()
 
     def validation_step(self, batch: EvalBatch, batch_idx: int) -> None:
         """Enters the problems into the tables."""
@@ -604,6 +715,8 @@ class StapoModule(L.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Publishes val/<benchmark>/<decoding>/..."""
+        join(self.policy)
+        self._data.engine.sleep()
         self._publish("val")
 
     def on_validation_end(self) -> None:
@@ -617,15 +730,26 @@ class StapoModule(L.LightningModule):
 
     def on_test_epoch_end(self) -> None:
         """Publishes test/<benchmark>/<decoding>/..."""
+        join(self.policy)
+        self._data.engine.sleep()
         self._publish("test")
+
+    def on_predict_epoch_end(self) -> None:
+        """Waits for the ranks that have more to complete, and puts the engine to sleep."""
+        join(self.policy)
+        self._data.engine.sleep()
 
     def predict_step(self, batch: EvalBatch, batch_idx: int) -> EvalBatch:
         """Hands the completions to the prediction writer."""
         return batch
 
+    @property
+    def _data(self) -> Any:
+        # A RolloutDataModule in practice.
+        return self.trainer.datamodule  # type: ignore[attr-defined]
+
     def _empty_tables(self, stage: str) -> None:
-        data = self.trainer.datamodule  # type: ignore[attr-defined]
-        self.problem_tables = torch.nn.ModuleList(map(ProblemTable, data.evaluations(stage))).to(self.device)
+        self.problem_tables = torch.nn.ModuleList(map(ProblemTable, self._data.evaluations(stage))).to(self.device)
 
     def _enter(self, batch: EvalBatch) -> None:
         tables: Any = self.problem_tables
@@ -674,6 +798,16 @@ class StapoModule(L.LightningModule):
             setattr(self, name, value)
 
 
+def _scores(batch: RolloutBatch, model: PreTrainedModel, states: States) -> TokenScores:
+    """`score` through one forward of the whole model, which is where a sharded one gathers its weights."""
+
+    def forward() -> tuple[Tensor, Tensor, Tensor]:
+        found = score(batch, states(batch), output_head(model), model.config.vocab_size)
+        return found.log_probs, found.entropy, found.collision
+
+    return TokenScores(*within(model, forward))
+
+
 def _in_order(parts: list[TokenScores], cut: list[Tensor]) -> TokenScores:
     """Scores of the micro-batches back in the order of the mini-batch's rows."""
     back = torch.cat(cut).argsort()
@@ -694,7 +828,8 @@ def _join(records: list[UpdateRecord]) -> UpdateRecord:
         ),
         silenced=pad_rows([r.silenced for r in records]),
         candidates=pad_rows([r.candidates for r in records]),
-        ratio=pad_rows([r.ratio for r in records]),
+        log_ratio=pad_rows([r.log_ratio for r in records]),
         clipped=pad_rows([r.clipped for r in records]),
         updates=(records[0].updates[0], records[-1].updates[-1]),
+        tau_h=tuple(tau_h for r in records for tau_h in r.tau_h),
     )

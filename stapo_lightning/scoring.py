@@ -31,6 +31,33 @@ def part_elements(device: torch.device) -> int:
     return 2**21 if device.type == "cpu" else 2**25
 
 
+def scoring_bytes(
+    tokens: int,
+    vocab_size: int,
+    hidden_size: int,
+    width: int,
+    weight_width: int,
+    device_type: str,
+) -> int:
+    """Bytes that `score` with a `LinearHead` and its backward take at their peak, beside hidden states and results.
+
+    Args:
+        tokens: Emitted tokens of the micro-batch, >= 1.
+        vocab_size: V.
+        hidden_size: H.
+        width: Bytes of an element of the products: 2 for bf16, 4 for float32.
+        weight_width: Bytes of an element of the head.
+        device_type: Where it runs.
+
+    """
+    columns = min(vocab_size, max(1, part_elements(torch.device(device_type)) // tokens))
+    logits, narrow = tokens * columns, width if width < 4 else 0
+    # Forward: logits and their exponentials. Backward: logits, their gradients of two parts in the precision of the
+    # products, the gradient of the head, and for the hidden states and a part of the weights copies and products.
+    states = tokens * hidden_size * (4 + 2 * narrow) + columns * hidden_size * 2 * narrow
+    return max(logits * 8, logits * (4 + 2 * narrow) + vocab_size * hidden_size * weight_width + states)
+
+
 def score_logits(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Log-prob, entropy and collision of each row, at the temperature, in float32 or wider.
 

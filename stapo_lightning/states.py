@@ -5,6 +5,7 @@ Every way gives the same states, [M, H], row after row of the batch and token af
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -60,6 +61,8 @@ def joined(backbone: Backbone) -> States:
 
 def shares_prompts(model: PreTrainedModel) -> bool:
     """Whether all that `model` remembers of a prompt is keys and values of every token of it."""
+    if cache_argument(model.base_model) not in inspect.signature(model.base_model.forward).parameters:
+        return False
     return all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers)
 
 

@@ -70,9 +70,9 @@ def prompt_batch(token_ids: list[list[int]]) -> PromptBatch:
     return collate([(Prompt(text=f"prompt {i}", answer=""), ids, i) for i, ids in enumerate(token_ids)])
 
 
-def tiny_qwen3_config() -> Qwen3Config:
+def tiny_qwen3_config(**changes) -> Qwen3Config:
     """Two layers of width 16 over 20 tokens; its random weights are wide enough that some tokens are unlikely."""
-    return Qwen3Config(
+    settings = dict(
         vocab_size=20,
         hidden_size=16,
         intermediate_size=32,
@@ -87,13 +87,14 @@ def tiny_qwen3_config() -> Qwen3Config:
         eos_token_id=None,
         pad_token_id=None,
     )
+    return Qwen3Config(**(settings | changes))
 
 
-def tiny_qwen3(seed: int = 0) -> PreTrainedModel:
+def tiny_qwen3(seed: int = 0, **changes) -> PreTrainedModel:
     """A random Qwen3 in train mode, the same for the same seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(tiny_qwen3_config()).train()
+        return AutoModelForCausalLM.from_config(tiny_qwen3_config(**changes)).train()
 
 
 def completions(texts: list[str], answer: str = "42") -> list[Completion]:

@@ -7,9 +7,11 @@ from pathlib import Path
 import lightning as L
 import torch
 
+from stapo_lightning.batch import Selection
 from stapo_lightning.data import ArithmeticPrompts, Decoding, RolloutDataModule
 from stapo_lightning.models import resolve_policy
 from stapo_lightning.module import StapoModule
+from stapo_lightning.objective import TokenSelector
 from stapo_lightning.rewards import BoxedMatch
 from stapo_lightning.rollout import Sampling
 from stapo_lightning.schedule import ConstantWithWarmup
@@ -72,6 +74,14 @@ def trainer(folder: Path, **changes) -> L.Trainer:
 def parameters(model: torch.nn.Module) -> torch.Tensor:
     """All parameters as one vector."""
     return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+class OddPromptsSilenced(TokenSelector):
+    """Silences every token of each prompt with an odd number: on two ranks, all that the second one has."""
+
+    def __call__(self, batch, scores, ranks, update) -> Selection:
+        silenced = batch.completion_mask & (batch.group_ids % 2 == 1)[:, None]
+        return Selection(silenced=silenced, candidates=silenced, tau_h=torch.tensor(float("nan")))
 
 
 class Recorder(L.Callback):

@@ -1,23 +1,49 @@
-"""Runs four methods one after the other through the command line; test_ranks.py starts it for 1 and for 2 ranks."""
+"""Runs every method overlay through the command line, under one or several strategies; test_ranks.py starts it."""
 
 import sys
 
 from stapo_lightning.cli import main
 
-METHODS = ("stapo", "grpo", "entropy20", "random_mask")
+METHODS = (
+    "stapo",
+    "dapo",
+    "justrl",
+    "grpo",
+    "entropy20",
+    "fullmask",
+    "high_entropy_mask",
+    "random_mask",
+    "silenced_rank",  # not a method: all tokens of the second of two ranks are silenced
+)
 # More candidates than the paper's 0.002 gives in so small a run: the quantile over both ranks must matter.
-FLAGS = {"stapo": ["--model.selector.tau_p=0.2"], "random_mask": ["--model.selector.tau_p=0.2"]}
+_MANY = ["--model.selector.tau_p=0.2"]
+# What the callbacks write has to be the same as well.
+FLAGS = {
+    "stapo": [
+        *_MANY,
+        "--trainer.callbacks+=callbacks.SilencedTokens",
+        "--trainer.callbacks.every_n_updates=1",
+        "--trainer.callbacks+=callbacks.Quadrants",
+        "--trainer.callbacks+=callbacks.EntropyProfile",
+        "--trainer.callbacks+=callbacks.TokenViewer",
+    ],
+    "fullmask": _MANY,
+    "high_entropy_mask": _MANY,
+    "random_mask": _MANY,
+    "silenced_rank": ["--model.selector=tests.doubles.OddPromptsSilenced", "--model.activation_checkpointing=true"],
+}
 
 
-def run(method: str, ranks: int, folder: str) -> None:
-    """Four updates on two rollouts; the policy lands in <folder>/<method>/run/policy/latest."""
+def run(method: str, ranks: int, strategy: str, folder: str) -> None:
+    """Four updates on two rollouts; the policy lands in <folder>/<strategy>/<method>/policy/latest."""
+    overlay = "stapo" if method == "silenced_rank" else method
     main(
         [
             "fit",
             "--config=configs/quickstart.yaml",
-            f"--config=configs/methods/{method}.yaml",
+            f"--config=configs/methods/{overlay}.yaml",
             f"--trainer.devices={ranks}",
-            f"--trainer.strategy={'ddp' if ranks > 1 else 'auto'}",
+            f"--trainer.strategy={strategy}",
             "--trainer.max_steps=4",
             "--trainer.limit_val_batches=0",
             # SGD: a parameter's change is its gradient, and rounding is not amplified.
@@ -28,9 +54,10 @@ def run(method: str, ranks: int, folder: str) -> None:
             "--model.tokens_per_micro_batch=300",
             "--model.prompts_per_update=4",
             "--data.prompts_per_batch=8",
+            "--data.sampling.max_new_tokens=32",
             f"--trainer.logger.save_dir={folder}",
-            f"--trainer.logger.name={method}",
-            "--trainer.logger.version=run",
+            f"--trainer.logger.name={strategy}",
+            f"--trainer.logger.version={method}",
             *FLAGS.get(method, []),
         ]
     )
@@ -38,4 +65,5 @@ def run(method: str, ranks: int, folder: str) -> None:
 
 if __name__ == "__main__":
     for name in METHODS:
-        run(name, ranks=int(sys.argv[1]), folder=sys.argv[2])
+        for each in sys.argv[3:]:
+            run(name, int(sys.argv[1]), each, sys.argv[2])

@@ -8,10 +8,10 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from stapo_lightning.cli import StapoCLI, resume_last
+from stapo_lightning.cli import StapoCLI, resume_last, run
 from stapo_lightning.data import ArithmeticPrompts
-from stapo_lightning.errors import StapoError
-from tests.cli import parse, stapo
+from stapo_lightning.errors import ConfigError, StapoError
+from tests.cli import ROOT, parse, stapo
 
 QUICK = "configs/quickstart.yaml"
 
@@ -100,7 +100,7 @@ def test_arguments_of_components_are_described(base, name):
 
 def test_top_level_help_names_the_subcommands():
     printed = stapo("--help").stdout
-    for subcommand in ("fit", "validate", "test", "predict"):
+    for subcommand in ("fit", "validate", "test", "predict", "plan"):
         assert subcommand in printed
 
 
@@ -149,6 +149,12 @@ def test_accumulation_of_the_trainer_is_refused_with_our_option(tmp_path):
     assert "model.tokens_per_micro_batch" in done.stderr
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed"])
+def test_another_way_to_shard_is_refused_with_the_line_to_write(strategy):
+    with pytest.raises(ConfigError, match=rf"trainer\.strategy={strategy}.*`trainer\.strategy: fsdp2`"):
+        run(["fit", f"--config={ROOT / QUICK}", f"--trainer.strategy={strategy}"])
+
+
 def _last(config, subcommand="fit"):
     config.ckpt_path = "last"
     resume_last(config, subcommand)
@@ -190,6 +196,26 @@ def test_last_is_the_newest_file_of_its_run(tmp_path):
     torch.save({"global_step": 9}, run / "checkpoints" / "step=9.ckpt")  # killed before last.ckpt followed
     config = _last(parse(QUICK, flags=(f"--trainer.logger.save_dir={tmp_path}",)))
     assert config.ckpt_path == str(run / "checkpoints" / "step=9.ckpt")
+    assert config.trainer.logger.init_args.purge_step == 10
+
+
+def test_last_finds_the_folder_of_a_sharded_run(tmp_path):
+    run = _fake_run(tmp_path, "version_0")
+    folder = run / "checkpoints" / "step=9.ckpt"
+    folder.mkdir()
+    torch.save({"global_step": 9}, folder / "meta.pt")
+    config = _last(parse(QUICK, flags=(f"--trainer.logger.save_dir={tmp_path}",)))
+    assert config.ckpt_path == str(folder)
+    assert config.trainer.logger.init_args.purge_step == 10
+
+
+def test_last_finds_a_folder_that_a_kill_caught_between_two_renames(tmp_path):
+    run = _fake_run(tmp_path, "version_0", checkpoint=False)
+    aside = run / "checkpoints" / ".last.ckpt.previous"
+    aside.mkdir()
+    torch.save({"global_step": 9}, aside / "meta.pt")
+    config = _last(parse(QUICK, flags=(f"--trainer.logger.save_dir={tmp_path}",)))
+    assert config.ckpt_path == str(run / "checkpoints" / "last.ckpt")
     assert config.trainer.logger.init_args.purge_step == 10
 
 

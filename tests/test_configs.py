@@ -16,6 +16,8 @@ from tests.cli import parse
 ROOT = Path(__file__).parents[1]
 METHODS = sorted(path.stem for path in (ROOT / "configs" / "methods").glob("*.yaml"))
 DATA = sorted(path.stem for path in (ROOT / "configs" / "data").glob("*.yaml"))
+SCALE = ["fsdp", "vllm", "vllm_server"]
+MODELS = sorted(path.stem for path in (ROOT / "configs" / "models").glob("*.yaml"))
 STANDALONE = ("quickstart", "base")
 
 
@@ -26,8 +28,11 @@ def test_every_config_is_covered():
         "benchmarks",
         "debug",
         "laptop",
+        "tokens",
         *(f"methods/{method}" for method in METHODS),
         *(f"data/{data}" for data in DATA),
+        *(f"scale/{scale}" for scale in SCALE),
+        *(f"models/{model}" for model in MODELS),
     }
 
 
@@ -53,6 +58,36 @@ EXPECTED = {
 def test_the_debug_overlay_shrinks_a_run(name):
     config = parse(f"configs/{name}.yaml", "configs/debug.yaml")
     assert (config.data.prompts_per_batch, config.model.prompts_per_update, config.trainer.max_steps) == (4, 4, 4)
+
+
+@pytest.mark.parametrize("name", STANDALONE)
+def test_the_fsdp_overlay_shards(name):
+    config = parse(f"configs/{name}.yaml", "configs/scale/fsdp.yaml", flags=("--model.sharding.cpu_offload=true",))
+    assert (config.trainer.strategy, config.trainer.use_distributed_sampler) == ("fsdp2", False)
+    assert config.model.activation_checkpointing
+    assert config.model.sharding.as_dict() == {
+        "gathered": "auto",
+        "reshard_after_forward": True,
+        "reduce": "once",
+        "cpu_offload": True,
+    }
+
+
+@pytest.mark.parametrize("engine", ["VLLMEngine", "VLLMServerEngine"])
+def test_an_engine_overlay_replaces_the_other(engine):
+    names = ["vllm", "vllm_server"] if engine == "VLLMServerEngine" else ["vllm_server", "vllm"]
+    for base in STANDALONE:
+        config = parse(f"configs/{base}.yaml", *(f"configs/scale/{name}.yaml" for name in names))
+        assert config.data.engine.class_path == f"stapo_lightning.rollout.{engine}"
+        assert config.model.max_logprob_diff == 0.1
+
+
+@pytest.mark.parametrize("name", STANDALONE)
+def test_the_tokens_overlay_adds_to_the_callbacks(name):
+    before = [callback.class_path for callback in parse(f"configs/{name}.yaml").trainer.callbacks]
+    after = [callback.class_path for callback in parse(f"configs/{name}.yaml", "configs/tokens.yaml").trainer.callbacks]
+    added = ["SilencedTokens", "Quadrants", "EntropyProfile", "TokenViewer"]
+    assert after == [*before, *(f"callbacks.{callback}" for callback in added)]
 
 
 def test_all_methods_are_there():
@@ -184,8 +219,48 @@ def test_defaults_of_the_code_are_the_papers():
     assert objective.GroupNormalized().eps == 1e-6
 
 
+def _paper(name, *overlays):
+    return parse("configs/base.yaml", *overlays, "configs/data/dapo_math_17k.yaml", f"configs/models/{name}.yaml")
+
+
+def test_all_models_are_there():
+    assert set(MODELS) == {"qwen3_1_7b", "qwen3_8b", "qwen3_14b", "qwen3_1_7b_single_gpu"}
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        ("qwen3_1_7b", "Qwen/Qwen3-1.7B-Base"),
+        ("qwen3_8b", "Qwen/Qwen3-8B-Base"),
+        ("qwen3_14b", "Qwen/Qwen3-14B-Base"),
+    ],
+)
+def test_models_are_the_papers_runs(name, policy):
+    config = _paper(name, "configs/scale/fsdp.yaml")
+    assert config.model.policy == policy
+    assert (config.trainer.devices, config.trainer.num_nodes, config.trainer.strategy) == (8, 8, "fsdp2")
+    _is_the_papers_recipe(config)
+    # A micro-batch is one completion of full length.
+    assert config.model.tokens_per_micro_batch == 1024 + 15360
+    assert config.data.train_prompts.init_args.dataset == "BytedTsinghua-SIA/DAPO-Math-17k"
+    # 14B does not fit otherwise: tests/test_dry_run.py.
+    assert config.model.sharding.reduce == ("every_pass" if name == "qwen3_14b" else "once")
+
+
+def test_the_single_gpu_variant_has_the_papers_objective_on_an_eighth_of_its_batch():
+    config = _paper("qwen3_1_7b_single_gpu")
+    assert (config.data.prompts_per_batch, config.model.prompts_per_update, config.data.group_size) == (32, 8, 8)
+    assert config.data.prompts_per_batch / config.model.prompts_per_update == 256 / 64
+    assert (config.trainer.devices, config.trainer.num_nodes, config.trainer.strategy) == (1, 1, "auto")
+    assert config.model.optimizer.init_args.lr == 1e-6
+    assert config.model.selector.init_args.tau_p == 0.002
+
+
 def test_base_is_the_papers_recipe():
-    config = parse("configs/base.yaml")
+    _is_the_papers_recipe(parse("configs/base.yaml"))
+
+
+def _is_the_papers_recipe(config):
     assert (config.data.prompts_per_batch, config.model.prompts_per_update, config.data.group_size) == (256, 64, 8)
     assert (config.data.max_prompt_tokens, config.data.sampling.max_new_tokens) == (1024, 15360)
     assert (config.data.sampling.temperature, config.data.sampling.top_p) == (1.0, 1.0)

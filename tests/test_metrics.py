@@ -8,11 +8,13 @@ import torch
 from stapo_lightning.batch import EvalCompletion, EvalSamples, TokenScores, UpdateRecord
 from stapo_lightning.evaluation import Evaluation
 from stapo_lightning.metrics import (
+    ImportanceMetrics,
     MismatchMetrics,
     ProblemTable,
     RolloutMetrics,
     UpdateMetrics,
 )
+from stapo_lightning.objective import ImportanceOutput
 from tests.builders import rollout_batch
 
 NAN = float("nan")
@@ -130,7 +132,7 @@ def _update():
         scores=TokenScores(probs.log(), entropy, collision),
         silenced=silenced,
         candidates=silenced.clone(),
-        ratio=torch.where(mask, probs / old, 1.0),
+        log_ratio=torch.where(mask, (probs / old).log(), 0.0),
         clipped=clipped_low | clipped_high,
         updates=(1, 1),
     )
@@ -173,7 +175,7 @@ def test_updates_are_weighted_by_their_tokens():
         record.scores.rows(row),
         record.silenced[row],
         record.candidates[row],
-        record.ratio[row],
+        record.log_ratio[row],
         record.clipped[row],
         (2, 2),
     )
@@ -199,11 +201,67 @@ def test_mismatch():
     # |differences| 0, ln 2, ln 2.5, ln 2, 0 over five tokens.
     batch, record, _ = _update()
     metrics = MismatchMetrics()
-    metrics.update(batch, record.ratio)
+    metrics.update(batch, record.log_ratio)
     assert metrics.compute() == pytest.approx(
         {
             "rollout/logprob_diff_mean": (2 * math.log(2) + math.log(2.5)) / 5,
             "rollout/logprob_diff_max": math.log(2.5),
         },
         abs=1e-7,
+    )
+
+
+def test_mismatch_is_finite_where_the_ratio_is_not():
+    # 200 nats: exp(200) is beyond float32.
+    batch, record, _ = _update()
+    record.log_ratio[0, 0] = 200.0
+    metrics = MismatchMetrics()
+    metrics.update(batch, record.log_ratio)
+    assert metrics.compute()["rollout/logprob_diff_max"] == 200.0
+    assert metrics.compute()["rollout/logprob_diff_mean"] == pytest.approx(
+        (200 + 2 * math.log(2) + math.log(2.5)) / 5, abs=1e-7
+    )
+
+
+def test_mismatch_is_that_of_the_engine_where_old_log_probs_are_the_policys():
+    # The policy moved by ln 3 at one token; the engine was 0.5 off at another, and far off at padding.
+    batch, record, _ = _update()
+    record.log_ratio = torch.zeros_like(batch.old_log_probs)
+    record.log_ratio[0, 0] = math.log(3)
+    batch.engine_log_probs = batch.old_log_probs.clone()
+    batch.engine_log_probs[1, 1] += 0.5
+    batch.engine_log_probs[1, 2] = -9.0
+    # Resting rows too: all of the rollout was scored.
+    batch.old_entropy = batch.old_collision = torch.zeros_like(batch.old_log_probs)
+    batch.advantages = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    metrics = MismatchMetrics()
+    metrics.update(batch, record.log_ratio)
+    assert metrics.compute() == pytest.approx(
+        {"rollout/logprob_diff_mean": (math.log(3) + 0.5) / 5, "rollout/logprob_diff_max": math.log(3)}, abs=1e-7
+    )
+
+
+def test_gradient_share_counts_importance():
+    batch, record, clipped_low = _update()
+    batch.importance = torch.ones_like(batch.old_log_probs)
+    batch.importance[0, 1] = 2.0  # the silenced token: 4 * 0.499 beside 0.5 and 0.4
+    metrics = UpdateMetrics()
+    metrics.update(batch, record, clipped_low, None)
+    assert metrics.compute()["s2t/grad_share"] == pytest.approx(1.996 / 2.896, abs=1e-7)
+
+
+def test_importance():
+    # Weights 0.5, 2 (cut), 1.5 over three tokens; padding counts for nothing.
+    mask = torch.tensor([[True, True], [True, False]])
+    output = ImportanceOutput(
+        weights=torch.tensor([[0.5, 2.0], [1.5, 9.0]]), truncated=torch.tensor([[False, True], [False, True]])
+    )
+    metrics = ImportanceMetrics()
+    metrics.update(mask, output)
+    assert metrics.compute() == pytest.approx(
+        {
+            "rollout/importance_mean": 4 / 3,
+            "rollout/importance_min": 0.5,
+            "rollout/importance_truncated_fraction": 1 / 3,
+        }
     )

@@ -1,6 +1,7 @@
 """The optimiser step: what must not change it, what must be skipped, what must be checked first."""
 
 import copy
+import math
 
 import lightning as L
 import pytest
@@ -8,8 +9,9 @@ import torch
 
 from stapo_lightning.batch import RolloutBatch, UpdateRecord
 from stapo_lightning.data import ArithmeticPrompts
-from stapo_lightning.errors import ConfigError, NonFiniteError, RewardError
-from stapo_lightning.objective import S2T, RandomCandidates, SequenceMean, Surrogate
+from stapo_lightning.errors import ConfigError, EngineMismatchError, NonFiniteError, RewardError
+from stapo_lightning.models import load_causal_lm
+from stapo_lightning.objective import S2T, RandomCandidates, SequenceMean, Surrogate, TokenMean, TruncatedImportance
 from stapo_lightning.objective.surrogate import SurrogateOutput
 from stapo_lightning.rewards import BoxedMatch, Reward
 from stapo_lightning.rollout import Sampling
@@ -61,10 +63,11 @@ def update(
     recorder = Recorder()
     # A large rate, so that the parameters' own rounding (6e-8 below 1) does not hide the gradient's.
     settings = {"optimizer": lambda params: torch.optim.SGD(params, lr=10.0)} | settings
-    settings = {"prompts_per_update": len(batch) // batch.group_size, "selector": S2T(tau_p=0.05)} | settings
+    # The old log-probs of these tests are not those of the policy.
+    settings = {"max_logprob_diff": math.inf, "selector": S2T(tau_p=0.05)} | settings
+    settings = {"prompts_per_update": len(batch) // batch.group_size} | settings
     policy = module(**settings)
-    policy.configure_model()
-    before = parameters(policy.policy)
+    before = parameters(load_causal_lm(policy.policy_name, "sdpa"))
     run = trainer(folder, max_steps=1, callbacks=[recorder, *callbacks])
     run.fit(policy, datamodule=Replay(copy.deepcopy(batch)))
     return parameters(policy.policy) - before, recorder.records[0], recorder.metrics[0]
@@ -117,6 +120,19 @@ def test_scores_in_one_pass_equal_those_in_many(rollout, reference, tmp_path):
     torch.testing.assert_close(record.scores.entropy, reference[1].scores.entropy, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("budget", [333, 100_000])
+def test_sharing_prompts_changes_what_is_computed_and_not_the_update(budget, rollout, reference, tmp_path):
+    tokens = {}
+    for share in (False, True):
+        counts = CountsForwards()
+        settings = {"share_prompts": share, "tokens_per_micro_batch": budget}
+        change, record, _ = update(tmp_path, rollout, callbacks=[counts], **settings)
+        assert_same_update(change, reference[0])
+        assert torch.equal(record.silenced, reference[1].silenced)
+        tokens[share] = counts.tokens[True]
+    assert tokens[True] < 0.9 * tokens[False]
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("budget", [333, 100_000])
 def test_packing_does_not_change_the_update(attention, budget, rollout, reference, tmp_path):
@@ -150,7 +166,8 @@ def test_activation_checkpointing_computes_layers_again_and_changes_nothing_else
     calls = {}
     for checkpointing in (False, True):
         counter = CountsLayers()
-        change = update(tmp_path, rollout, callbacks=[counter], activation_checkpointing=checkpointing)[0]
+        settings = {"activation_checkpointing": checkpointing, "share_prompts": False}
+        change = update(tmp_path, rollout, callbacks=[counter], **settings)[0]
         assert_same_update(change, reference[0])
         calls[checkpointing] = counter.calls
     assert calls == {False: 1, True: 2}
@@ -206,7 +223,8 @@ def test_rows_without_advantage_go_through_without_gradient(budget, with_gradien
     # 32 rows, 8 of them without advantage. One pass: 24 are scored by the forward that trains them, 8 beside it.
     # Many passes: all 32 are scored first.
     counts = CountsForwards()
-    update(tmp_path, _with_resting_groups(rollout), callbacks=[counts], tokens_per_micro_batch=budget)
+    settings = {"tokens_per_micro_batch": budget, "share_prompts": False}
+    update(tmp_path, _with_resting_groups(rollout), callbacks=[counts], **settings)
     assert counts.rows == {True: with_gradient, False: without}
 
 
@@ -237,7 +255,8 @@ def _recorded(batch, record):
 def test_recorded_scores_take_the_place_of_the_scoring_pass(budget, rollout, reference, tmp_path):
     batch = _recorded(_with_resting_groups(rollout), reference[1])
     counts = CountsForwards()
-    change, record, metrics = update(tmp_path, batch, callbacks=[counts], tokens_per_micro_batch=budget)
+    settings = {"tokens_per_micro_batch": budget, "share_prompts": False}
+    change, record, metrics = update(tmp_path, batch, callbacks=[counts], **settings)
     assert counts.rows == {True: 24, False: 0}  # nothing is scored, and rows without advantage are not even read
 
     unrecorded = copy.deepcopy(batch)
@@ -261,9 +280,107 @@ def test_recorded_scores_serve_the_first_update_of_a_rollout_only(rollout, refer
     counts = CountsForwards()
     batch = _recorded(_all_moving(rollout), reference[1])
     run = trainer(tmp_path, max_steps=2, callbacks=[counts])
-    run.fit(module(prompts_per_update=4, tokens_per_micro_batch=333), datamodule=Replay(batch))
+    run.fit(module(prompts_per_update=4, tokens_per_micro_batch=333, share_prompts=False), datamodule=Replay(batch))
     # 16 rows an update; the second scores its 16 before it trains them.
     assert counts.rows == {True: 32, False: 16}
+
+
+# ---- an engine that is not the policy -------------------------------------------------------------------------------
+
+
+def _by_an_engine(rollout, reference):
+    """The batch as an engine gives it whose log-probs lie up to 1 nat off the policy's, and the policy's own."""
+    batch = _with_resting_groups(rollout)
+    noise = torch.rand(batch.old_log_probs.shape, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    policys = reference[1].scores.log_probs
+    batch.old_log_probs = (policys + noise).masked_fill(~batch.completion_mask, 0.0)
+    return batch, policys
+
+
+class WeightedTokens(TokenMean):
+    """The token mean with a factor for each token."""
+
+    def __init__(self, factors) -> None:
+        self.factors = factors
+
+    def __call__(self, keep, ranks):
+        return super().__call__(keep, ranks) * self.factors
+
+
+@pytest.mark.parametrize("budget", [100_000, 333])
+def test_importance_multiplies_each_tokens_loss(budget, rollout, reference, tmp_path):
+    # w = min(pi_old / pi_engine, 1.5), with |log w| up to 1; the ratio that is clipped is 1, as the policy is pi_old.
+    batch, policys = _by_an_engine(rollout, reference)
+    settings = dict(importance=TruncatedImportance(1.5), tokens_per_micro_batch=budget)
+    change, record, metrics = update(tmp_path, batch, **settings)
+
+    weights = (policys - batch.old_log_probs).exp().clamp(max=1.5).masked_fill(~batch.completion_mask, 1.0)
+    plain = copy.deepcopy(batch)
+    plain.old_log_probs = policys
+    expected, expected_record, _ = update(tmp_path, plain, aggregation=WeightedTokens(weights))
+    assert_same_update(change, expected)
+    assert torch.equal(record.silenced, expected_record.silenced)
+    assert record.log_ratio.abs().max() < 1e-5 and not record.clipped.any()
+    assert (change - update(tmp_path, plain)[0]).abs().max() > 1e-2 * change.abs().max()
+
+    mask = batch.completion_mask
+    assert metrics["rollout/importance_mean"] == pytest.approx(weights[mask].mean().item(), rel=1e-5)
+    assert metrics["rollout/importance_min"] == pytest.approx(weights[mask].min().item(), rel=1e-4)
+    assert metrics["rollout/importance_truncated_fraction"] == pytest.approx(
+        (weights[mask] == 1.5).double().mean().item(), abs=1e-3
+    )
+    # Noise that is uniform in [-1, 1] has mean size 0.5.
+    assert metrics["rollout/logprob_diff_mean"] == pytest.approx(0.5, abs=0.03)
+
+
+def test_importance_takes_the_old_policy_before_the_first_update_of_the_rollout(rollout, reference, tmp_path):
+    batch, policys = _by_an_engine(rollout, reference)
+    recorder, counts = Recorder(), CountsForwards()
+    run = trainer(tmp_path, max_steps=2, callbacks=[recorder, counts])
+    policy = module(importance=TruncatedImportance(), max_logprob_diff=math.inf)
+    run.fit(policy, datamodule=Replay(copy.deepcopy(batch)))
+    (record,) = recorder.records
+    assert record.log_ratio[:16].abs().max() < 1e-5
+    # The second update meets a policy that has moved from where the rollout was scored, not from the engine.
+    moved = (record.scores.log_probs - policys).masked_fill(~batch.completion_mask, 0.0)[16:]
+    assert moved.abs().max() > 1e-4
+    torch.testing.assert_close(record.log_ratio[16:], moved, atol=1e-5, rtol=0)
+    # 32 rows before the first update, to which the 8 resting ones belong; those of the second are scored as they train.
+    assert counts.rows == {True: 24, False: 32}
+
+
+def test_an_engine_that_agrees_is_not_corrected(rollout, reference, tmp_path):
+    batch = _recorded(_all_moving(rollout), reference[1])
+    corrected, _, metrics = update(tmp_path, batch, importance=TruncatedImportance())
+    assert_same_update(corrected, update(tmp_path, batch)[0])
+    assert metrics["rollout/importance_mean"] == pytest.approx(1, abs=1e-5)
+    assert metrics["rollout/importance_truncated_fraction"] == 0
+
+
+@pytest.mark.parametrize("importance", [None, TruncatedImportance()])
+def test_an_engine_far_from_the_policy_stops_the_run(importance, rollout, reference, tmp_path):
+    batch, _ = _by_an_engine(rollout, reference)
+    pattern = r"(?s)rollout/logprob_diff_mean=0\.[45].* before update 1: .*model\.max_logprob_diff=0\.3\..*stale"
+    with pytest.raises(EngineMismatchError, match=pattern):
+        update(tmp_path, batch, importance=importance, max_logprob_diff=0.3)
+    update(tmp_path, batch, importance=importance, max_logprob_diff=0.6)
+
+
+def test_a_log_prob_that_is_no_number_stops_the_run(rollout, reference, tmp_path):
+    batch, _ = _by_an_engine(rollout, reference)
+    batch.old_log_probs[0, 0] = math.nan
+    with pytest.raises(EngineMismatchError, match="logprob_diff_mean=nan"):
+        update(tmp_path, batch)
+
+
+def test_bounds_of_the_mismatch(tmp_path):
+    policy = module(max_logprob_diff=0.0, importance=TruncatedImportance(0.5))
+    with pytest.raises(ConfigError) as error:
+        trainer(tmp_path).fit(policy, datamodule=datamodule())
+    assert error.value.problems == [
+        "TruncatedImportance.cap=0.5: must be at least 1",
+        "model.max_logprob_diff=0.0: must be above 0",
+    ]
 
 
 def test_equal_rewards_leave_the_policy_alone(rollout, tmp_path):
@@ -477,6 +594,18 @@ def test_bfloat16_trains_close_to_float32(precision, tmp_path):
     assert metrics[precision]["policy/entropy"] == pytest.approx(metrics["32-true"]["policy/entropy"], rel=0.25)
     assert metrics[precision]["rollout/logprob_diff_mean"] < 0.05
     assert metrics[precision]["policy/skipped_steps"] == 0
+
+
+def test_the_second_update_of_a_rollout_sees_the_first_under_autocast(tmp_path):
+    moved = {}
+    for precision in ("32-true", "bf16-mixed"):
+        recorder = Recorder()
+        run = trainer(tmp_path, max_steps=2, precision=precision, callbacks=[recorder])
+        run.fit(module(optimizer=lambda params: torch.optim.SGD(params, lr=1.0)), datamodule=datamodule())
+        # 8 prompts of 4 completions in two updates: the last 16 rows meet a policy that is one update ahead.
+        moved[precision] = [float(rows.log().abs().mean()) for rows in recorder.records[0].ratio.split(16)]
+    assert moved["32-true"][1] > 5 * moved["bf16-mixed"][0]  # the update stands out from bfloat16's rounding
+    assert moved["bf16-mixed"][1] == pytest.approx(moved["32-true"][1], rel=0.5)
 
 
 def test_float16_is_refused(tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MambaConfig, Qwen3Config
 
 from stapo_lightning.models import backbone, packed_backbone
 from stapo_lightning.states import join_sequences, joined, shared, shares_prompts
@@ -120,6 +120,11 @@ def test_what_saves_little_goes_the_other_way():
 def test_a_window_over_the_last_tokens_cannot_share():
     assert not shares_prompts(_model(Gemma2Config(**SIZES, sliding_window=4)))
     assert shares_prompts(_model(CONFIGS["qwen3"]))
+
+
+def test_a_recurrent_state_cannot_share():
+    recurrent = MambaConfig(vocab_size=20, hidden_size=16, state_size=4, num_hidden_layers=1)
+    assert not shares_prompts(_model(recurrent))
 
 
 def test_join_sequences():

@@ -37,6 +37,7 @@ from stapo_lightning.objective.advantages import AdvantageEstimator, GroupNormal
 from stapo_lightning.randomness import hash_keys
 from stapo_lightning.rewards import Completion, ModelVerifier, Reward, RewardWorkers, ScoredRows, score_completions
 from stapo_lightning.rollout import HFEngine, RolloutEngine, Sampling, Vocabulary
+from stapo_lightning.sharding import join
 
 
 @dataclass(frozen=True)
@@ -366,6 +367,8 @@ class RolloutDataModule(L.LightningDataModule):
             size = max(1, self.eval_completions_per_batch // samples)
             rows = [self.loaded[name][place, place - places[0]] for place in mine]
             batches += [rows[i : i + size] for i in range(0, len(rows), size)]
+        # Lightning skips the loop of a rank that has no batch, and with it the collectives at the end.
+        batches = batches or [[]]
         return DataLoader(batches, batch_size=None, collate_fn=collate)  # type: ignore[arg-type]
 
     def evaluations(self, stage: str) -> list[Evaluation]:
@@ -406,14 +409,16 @@ class RolloutDataModule(L.LightningDataModule):
         if self._trainer.training:
             return self._rollout(batch)
         decodings = [self.predict_decoding] if self._trainer.predicting else self.decodings
-        return EvalBatch(
-            batch.prompts, batch.uids.tolist(), [self._evaluate(batch, decoding) for decoding in decodings]
-        )
+        samples = [self._evaluate(batch, decoding) for decoding in decodings if len(batch)]
+        return EvalBatch(batch.prompts, batch.uids.tolist(), samples)
 
     def _rollout(self, batch: PromptBatch) -> RolloutBatch:
         started = time.perf_counter()
         uids = _repeat(batch.uids, self.group_size)
+        self.wake_engine()
         completions = self._generate(batch, uids, self.sampling, "train")
+        join(self._module.policy)
+        self.engine.sleep()
         rows = self._completions([prompt for prompt in batch.prompts for _ in range(self.group_size)], completions)
         sampled = time.perf_counter()
         scored = self._score_rows(self.reward, rows)
@@ -478,6 +483,10 @@ class RolloutDataModule(L.LightningDataModule):
             for row, verdict, rule in zip(rows, correct, by_rule, strict=True)
         ]
         return [scored[i : i + k] for i in range(0, len(scored), k)]
+
+    def wake_engine(self) -> None:
+        """Gives the engine the policy's weights; every rank does, before a rollout and before held-out prompts."""
+        self.engine.wake(self._module.policy)
 
     def _generate(self, batch: PromptBatch, uids: Tensor, sampling: Sampling, purpose: str) -> Completions:
         streams = hash_keys(self.seed, torch.full_like(uids, zlib.crc32(purpose.encode())), uids)

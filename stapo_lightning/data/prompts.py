@@ -123,7 +123,9 @@ class TokenizedPrompts:
 
 
 def collate(items: Sequence[tuple[Prompt, Sequence[int], int]]) -> PromptBatch:
-    """Pads the token ids on the right with 0."""
+    """Pads the token ids on the right with 0; no item makes a batch of no prompt."""
+    if not items:
+        return PromptBatch([], torch.zeros(0, 0, dtype=torch.int64), *torch.zeros(2, 0, dtype=torch.int64))
     prompts, token_ids, numbers = zip(*items, strict=True)
     lengths = torch.tensor([len(ids) for ids in token_ids])
     ids = torch.zeros(len(items), int(lengths.max()), dtype=torch.int64)

@@ -2,7 +2,12 @@
 
 from stapo_lightning.objective.advantages import AdvantageEstimator, GroupCentered, GroupNormalized, group_statistics
 from stapo_lightning.objective.aggregation import Aggregation, ConstantLength, SequenceMean, TokenMean
-from stapo_lightning.objective.gradient import logit_gradient_weight, squared_logit_gradient_norm
+from stapo_lightning.objective.gradient import (
+    logit_gradient_weight,
+    squared_logit_gradient_norm,
+    squared_logit_gradients,
+)
+from stapo_lightning.objective.importance import Importance, ImportanceOutput, TruncatedImportance
 from stapo_lightning.objective.kl import K1, K2, K3, KLEstimator
 from stapo_lightning.objective.loss import policy_loss
 from stapo_lightning.objective.silencing import (
@@ -31,6 +36,8 @@ __all__ = [
     "GroupCentered",
     "GroupNormalized",
     "HighEntropy",
+    "Importance",
+    "ImportanceOutput",
     "KLEstimator",
     "KeepAll",
     "RandomCandidates",
@@ -40,8 +47,10 @@ __all__ = [
     "TokenMean",
     "TokenSelector",
     "TopEntropy",
+    "TruncatedImportance",
     "group_statistics",
     "logit_gradient_weight",
     "policy_loss",
     "squared_logit_gradient_norm",
+    "squared_logit_gradients",
 ]

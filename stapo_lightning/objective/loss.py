@@ -48,7 +48,7 @@ def policy_loss(
 
     return LossOutput(
         loss=(torch.where(trained, loss, 0.0) * weights.to(loss.dtype)).sum(),
-        ratio=measured.ratio,
+        log_ratio=log_ratio.detach(),
         clipped_low=measured.clipped_low & batch.completion_mask,
         clipped_high=measured.clipped_high & batch.completion_mask,
         kl=kl_values,

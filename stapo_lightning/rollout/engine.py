@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from stapo_lightning.batch import Completions, PromptBatch
+from stapo_lightning.byte_sizes import Need
 from stapo_lightning.errors import bounded
 
 
@@ -52,8 +53,42 @@ class Vocabulary:
     pad_id: int
 
 
+@dataclass(frozen=True)
+class RolloutLoad:
+    """What one rank samples in one rollout, at most.
+
+    Attributes:
+        completions: Completions, >= 1.
+        group_size: Of them for each prompt.
+        cache_bytes: Keys and values of one of them at its longest, prompt included.
+        layers: Decoder layers.
+        vocab_size: Logits of a token.
+        weight_bytes: The whole policy in bf16.
+        gpu_memory: Of the rank's GPU, in bytes.
+
+    """
+
+    completions: int
+    group_size: int
+    cache_bytes: int
+    layers: int
+    vocab_size: int
+    weight_bytes: int
+    gpu_memory: int
+
+
 class RolloutEngine(ABC):
-    """Samples groups of completions from the current policy."""
+    """Samples groups of completions from the current policy.
+
+    An engine is awake while it samples: `wake`, `generate` as often as there are batches, `sleep`. Every rank wakes and
+    puts to sleep together, and the policy does not change in between.
+    """
+
+    def wake(self, policy: nn.Module) -> None:  # noqa: B027 - nothing to do is a good default
+        """Takes the policy's weights as they are now; nothing to do where the policy itself samples.
+
+        What all ranks have to do together belongs here: `generate` is called more often on one than on another.
+        """
 
     @abstractmethod
     def generate(
@@ -71,6 +106,13 @@ class RolloutEngine(ABC):
 
         """
 
+    def sleep(self) -> None:  # noqa: B027
+        """Frees what is not needed while the policy updates."""
+
     def problems(self) -> list[str]:
         """Arguments out of range, one sentence each; read before a run starts."""
+        return []
+
+    def needs(self, load: RolloutLoad) -> list[Need]:
+        """Memory of a rank's GPU that sampling takes beside the policy; read by `stapo plan`."""
         return []

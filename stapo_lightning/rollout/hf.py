@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from stapo_lightning.batch import Completions, PromptBatch, pad_rows
+from stapo_lightning.byte_sizes import Need
 from stapo_lightning.errors import bounded
 from stapo_lightning.models import cache_argument, rollout_mode
 from stapo_lightning.randomness import uniform
-from stapo_lightning.rollout.engine import RolloutEngine, Sampling, Vocabulary
+from stapo_lightning.rollout.engine import RolloutEngine, RolloutLoad, Sampling, Vocabulary
 from stapo_lightning.rollout.growing_cache import growing_cache
 from stapo_lightning.rollout.packed_weights import packed_weights
 
@@ -20,6 +21,9 @@ from stapo_lightning.rollout.packed_weights import packed_weights
 COMPACT_SHARE = 0.2
 # Asking a GPU how many rows are left stalls its queue, so it is asked only every few tokens.
 CUDA_CHECK_INTERVAL = 16
+# Bytes of one logit while a token is drawn: the model's own in bf16; in float32 itself, its logarithm, its probability
+# and two more for the entropy.
+SAMPLING_BYTES = 22
 
 
 def restrict(log_p: Tensor, top_p: float, top_k: int) -> Tensor:
@@ -118,6 +122,15 @@ class HFEngine(RolloutEngine):
 
     def problems(self) -> list[str]:
         return bounded("HFEngine.max_sequences", self.max_sequences, at_least=1)
+
+    def needs(self, load: RolloutLoad) -> list[Need]:
+        rows = min(load.completions, max(1, self.max_sequences // load.group_size) * load.group_size)
+        change = f"lower data.engine.init_args.max_sequences={self.max_sequences} or data.sampling.max_new_tokens"
+        return [
+            # Where a layer grows, its old buffers are still there; the last time they are as long as the new ones.
+            Need("key-value cache", rows * (load.cache_bytes + load.cache_bytes // load.layers), change),
+            Need("sampling", rows * load.vocab_size * SAMPLING_BYTES, change),
+        ]
 
     def generate(
         self, policy: nn.Module, prompts: PromptBatch, streams: Tensor, sampling: Sampling, vocabulary: Vocabulary

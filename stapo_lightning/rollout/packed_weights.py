@@ -1,5 +1,6 @@
 """Linear layers in the layout that products with few rows read fastest: a rollout on a CPU, where every token of a
-completion multiplies few rows with all weights."""
+completion multiplies few rows with all weights.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 # Smaller layers stay in the cache and gain nothing.
 PACKED_ELEMENTS = 2**18
@@ -21,9 +23,10 @@ def packed_weights(model: nn.Module) -> Iterator[None]:
     weights must not change within it. Layers on other devices, of other precision, of a subclass (adapters), sharded or
     with hooks stay as they are, and so does all where this build of torch has no oneDNN.
     """
-    layers = [module for module in model.modules() if _can_pack(module)] if torch.backends.mkldnn.is_available() else []
+    modules = model.modules() if _can_pack_any(model) else []
+    layers = [module for module in modules if isinstance(module, nn.Linear) and _can_pack(module)]
     for layer in layers:
-        layer.forward = _packed(layer)  # type: ignore[method-assign]
+        layer.forward = _packed(layer)  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -31,12 +34,18 @@ def packed_weights(model: nn.Module) -> Iterator[None]:
             del layer.forward
 
 
-def _can_pack(module: nn.Module) -> bool:
-    if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks:
-        return False
-    weight = module.weight
-    plain = type(weight) is nn.Parameter and weight.device.type == "cpu" and weight.dtype == torch.float32
-    return plain and weight.numel() >= PACKED_ELEMENTS and "forward" not in vars(module)
+def _can_pack_any(model: nn.Module) -> bool:
+    # A sharded model may hold whole weights from before the last step, and gathers them anew in its forward.
+    sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return torch.backends.mkldnn.is_available() and not sharded
+
+
+def _can_pack(layer: nn.Linear) -> bool:
+    weight = layer.weight
+    plain = type(layer) is nn.Linear and type(weight) is nn.Parameter and "forward" not in vars(layer)
+    hooked = layer._forward_hooks or layer._forward_pre_hooks
+    large = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= PACKED_ELEMENTS
+    return plain and large and not hooked
 
 
 def _packed(layer: nn.Linear) -> Callable[[Tensor], Tensor]:

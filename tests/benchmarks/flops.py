@@ -26,7 +26,15 @@ def update_flops(setting: Setting, policy: Path) -> float:
     with torch.device("meta"):
         layers = AutoModelForCausalLM.from_config(config).base_model.layers
     weights = sum(p.numel() for p in layers.parameters() if p.dim() == 2)
-    attention = 2 * length * setting.completions * setting.limit * config.num_hidden_layers * config.num_attention_heads * config.head_dim
+    attention = (
+        2
+        * length
+        * setting.completions
+        * setting.limit
+        * config.num_hidden_layers
+        * config.num_attention_heads
+        * config.head_dim
+    )
     head = 2 * config.hidden_size * config.vocab_size
     return 3 * (tokens * 2 * weights + attention + setting.completions * setting.limit * head)
 

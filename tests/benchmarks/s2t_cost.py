@@ -23,6 +23,7 @@ from stapo_lightning.objective import S2T, Clipped, policy_loss
 from stapo_lightning.objective.gradient import logit_gradient_weight, squared_logit_gradient_norm
 from stapo_lightning.scoring import part_elements, score
 from stapo_lightning.softmax import tally_
+from stapo_lightning.states import joined
 
 GROUP_SIZE = 8
 

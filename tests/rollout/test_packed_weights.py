@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from stapo_lightning.rollout.packed_weights import PACKED_ELEMENTS, packed_weights
 
@@ -15,6 +18,13 @@ class Halves(nn.Linear):
 
     def forward(self, x):
         return super().forward(x) / 2
+
+
+@pytest.fixture
+def single_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def _model():
@@ -43,6 +53,13 @@ def test_only_large_plain_float32_layers_are_packed_and_only_within():
     assert not any("forward" in vars(layer) for layer in model)
     with packed_weights(model.double()):
         assert not any("forward" in vars(layer) for layer in model)
+
+
+def test_a_sharded_model_packs_nothing(single_rank):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, 8))
+    fully_shard(model[1], mesh=init_device_mesh("cpu", (1,)))
+    with packed_weights(model):
+        assert "forward" not in vars(model[0])
 
 
 @torch.no_grad()
