@@ -81,8 +81,8 @@ class EntropyGuard(L.Callback):
     A roll back puts weights and optimiser state of the best checkpoint (of the first ModelCheckpoint with a `monitor`)
     into the running fit. Updates and schedule go on from where the run is, and so do the prompts: the next rollout is
     sampled from new ones, at a learning rate lowered by `lr_factor`. A second roll back takes the best that the run was
-    not put back to yet, where `save_top_k` kept one. Where no checkpoint was saved yet, or after `max_rollbacks`, the
-    run stops instead. A val/ tag is the better monitor: it measures the weights that are saved, where reward/mean is
+    not put back to yet, where `save_top_k` kept one. Where no checkpoint from before is kept, or after `max_rollbacks`,
+    the run stops instead. A val/ tag is the better monitor: it measures the weights that are saved; reward/mean is
     from before the last rollout's updates.
 
     Args:
@@ -298,7 +298,7 @@ class EntropyGuard(L.Callback):
                 trainer, f"{because}. The run stops: it was rolled back max_rollbacks={self.max_rollbacks} times."
             )
         elif not kept:
-            self._stop(trainer, f"{because}. The run stops: there is no checkpoint yet to go back to.")
+            self._stop(trainer, f"{because}. The run stops: no checkpoint from before it was kept.")
         else:
             self.rollbacks += 1
             path = next((path for path in kept if path not in self.returned), next(iter(kept)))
@@ -313,13 +313,15 @@ class EntropyGuard(L.Callback):
                 f" {self.max_rollbacks}; the learning rate is {pl_module.lr_scale:.3g} times the configured one.",
             )
 
-    @staticmethod
-    def _kept_checkpoints(trainer: L.Trainer) -> dict[str, str]:
-        """Path -> what made it stay, the best one first."""
+    def _kept_checkpoints(self, trainer: L.Trainer) -> dict[str, str]:
+        """Path -> what made it stay, the best one first; without those whose accuracy had already fallen."""
         source = _monitored(trainer)
         if source is None:
             return {}
         scores = {path: float(score) for path, score in source.best_k_models.items()}
+        if self.accuracy_fall is not None and source.monitor in self.best_accuracy:
+            least = self.best_accuracy[source.monitor] - self.accuracy_fall
+            scores = {path: score for path, score in scores.items() if score >= least}
         order = sorted(scores, key=lambda path: scores[path], reverse=source.mode == "max")
         # One rank looks for all: a folder may be slow to show a file to every machine.
         there = trainer.strategy.broadcast([Path(path).exists() for path in order])

@@ -268,7 +268,7 @@ def test_without_a_checkpoint_the_run_stops(tmp_path):
     source = checkpoint(tmp_path / "c", every_n_train_steps=100)
     recorder, _, events = run(tmp_path, guard(action="rollback", explosion_level=1.3), 30, 2e-2, source=source)
     assert len(recorder.metrics) < 30
-    assert "there is no checkpoint yet to go back to" in said(events)[0]
+    assert "no checkpoint from before it was kept" in said(events)[0]
 
 
 def test_a_collapse_stops_the_run(tmp_path):
@@ -289,6 +289,27 @@ def test_a_warning_changes_nothing(tmp_path, caplog):
     assert policy.lr_scale == 1.0
 
 
+def test_a_checkpoint_whose_accuracy_had_fallen_is_nothing_to_go_back_to(tmp_path):
+    # After the first update, at a rate of 2e-2, the accuracy is gone; only checkpoints from then on are kept.
+    tag = "val/arithmetic/greedy/avg@1"
+    watch = guard(action="rollback", accuracy_fall=0.3, accuracy_tag=tag)
+    recorder, _, events = run(
+        tmp_path,
+        watch,
+        4,
+        2e-2,
+        warmup=0,
+        source=checkpoint(tmp_path / "c", monitor=tag, every_n_train_steps=None),
+        limit_val_batches=1.0,
+        val_check_interval=1,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=-1,
+    )
+    assert len(recorder.metrics) == 2
+    assert list((tmp_path / "c").glob("*.ckpt"))
+    assert "no checkpoint from before it was kept" in said(events)[0]
+
+
 def test_a_fall_of_accuracy_is_rolled_back_with_the_next_rollout(tmp_path):
     tag = "val/arithmetic/greedy/avg@1"
     source = checkpoint(tmp_path / "c", monitor=tag, every_n_train_steps=None)  # after each validation
@@ -296,8 +317,9 @@ def test_a_fall_of_accuracy_is_rolled_back_with_the_next_rollout(tmp_path):
     recorder, _, events = run(
         tmp_path,
         watch,
-        6,
+        8,
         2e-2,
+        warmup=80,
         source=source,
         limit_val_batches=1.0,
         val_check_interval=1,
@@ -305,7 +327,7 @@ def test_a_fall_of_accuracy_is_rolled_back_with_the_next_rollout(tmp_path):
         num_sanity_val_steps=-1,
     )
     accuracy = {event.step: event.value for event in events.Scalars(tag)}
-    assert set(accuracy) == set(range(7))
+    assert set(accuracy) == set(range(9))
     fell = next(update for update in accuracy if max(accuracy[u] for u in range(update + 1)) - accuracy[update] > 0.3)
     assert re.match(
         rf"{re.escape(tag)} is [\d.]+%, the best so far was [\d.]+%; the limit is accuracy_fall=0.3", said(events)[0]

@@ -49,6 +49,11 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .8rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
 th.tag { font-family: ui-monospace, monospace; font-weight: 600; }
+.table, h2 { margin-bottom: .6rem; }
+@media (max-width: 700px) {
+  th, td { padding: .3rem .45rem; }
+  th.tag { white-space: normal; overflow-wrap: anywhere; min-width: 6.5rem; }
+}
 small { color: var(--faint); }
 """
 
