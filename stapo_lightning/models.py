@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from collections.abc import Iterator
@@ -139,6 +140,11 @@ def rollout_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+def cache_argument(model: nn.Module) -> str:
+    """Under which name `model` takes a key-value cache: newer and older releases of transformers differ."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def backbone(model: PreTrainedModel) -> Any:

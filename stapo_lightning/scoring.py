@@ -20,7 +20,6 @@ from stapo_lightning.linear_scores import LinearHead, score_linear
 from stapo_lightning.softmax import Tally, gradient_, tally_
 
 Head = Callable[[Tensor], Tensor]
-Backbone = Callable[[Tensor, Tensor], Tensor]
 
 
 # Logits of one chunk of tokens: 128 MiB in float32. Each chunk costs a gradient of the whole head, so not fewer.
@@ -105,26 +104,12 @@ def score_hidden(
     return log_probs, entropy, collision
 
 
-def join_sequences(batch: RolloutBatch) -> Tensor:
-    """[N, L] prompt and completion of each row side by side, padded on the right, L the longest of both together.
-
-    With all padding on the right a causal model needs no attention mask: no real token ever sees padding.
-    """
-    length = int(batch.sequence_lengths.max())
-    position = torch.arange(length, device=batch.prompt_ids.device).expand(len(batch), length)
-    prompt_length = batch.prompt_lengths[:, None]
-    from_prompt = batch.prompt_ids.gather(1, position.clamp(max=batch.prompt_ids.shape[1] - 1))
-    offset = (position - prompt_length).clamp(min=0, max=batch.completion_ids.shape[1] - 1)
-    from_completion = batch.completion_ids.gather(1, offset)
-    return torch.where(position < prompt_length, from_prompt, from_completion)
-
-
-def score(batch: RolloutBatch, backbone: Backbone, head: Head, vocab_size: int) -> TokenScores:
+def score(batch: RolloutBatch, states: Tensor, head: Head, vocab_size: int) -> TokenScores:
     """Scores every emitted token of `batch` with the current policy.
 
     Args:
-        batch: n completions.
-        backbone: [n, L] ids, padded on the right, and [n] lengths -> [n, L, H] last hidden states of a causal model.
+        batch: n completions of M tokens in all.
+        states: [M, H] hidden states from which they were predicted, row after row (`states.py`).
         head: [m, H] -> [m, V] logits. A `LinearHead` takes less memory and time than any other callable.
         vocab_size: V; sets how many tokens a chunk holds.
 
@@ -133,15 +118,12 @@ def score(batch: RolloutBatch, backbone: Backbone, head: Head, vocab_size: int) 
 
     """
     mask = batch.completion_mask
-    hidden = backbone(join_sequences(batch), batch.sequence_lengths)
     row, step = mask.nonzero(as_tuple=True)
-    # The state one place before a token predicts it.
-    predicting = hidden[row, batch.prompt_lengths[row] + step - 1]
     tokens = batch.completion_ids[row, step]
     if isinstance(head, LinearHead):
-        columns = max(1, part_elements(predicting.device) // len(tokens))
-        flat = score_linear(predicting, tokens, head, batch.temperature, columns)
+        columns = max(1, part_elements(states.device) // len(tokens))
+        flat = score_linear(states, tokens, head, batch.temperature, columns)
     else:
-        flat = score_hidden(predicting, tokens, head, batch.temperature, max(1, CHUNK_ELEMENTS // vocab_size))
+        flat = score_hidden(states, tokens, head, batch.temperature, max(1, CHUNK_ELEMENTS // vocab_size))
     log_probs, entropy, collision = (values.new_zeros(mask.shape).index_put((row, step), values) for values in flat)
     return TokenScores(log_probs, entropy, collision)

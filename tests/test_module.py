@@ -117,6 +117,19 @@ def test_scores_in_one_pass_equal_those_in_many(rollout, reference, tmp_path):
     torch.testing.assert_close(record.scores.entropy, reference[1].scores.entropy, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("budget", [333, 100_000])
+def test_sharing_prompts_changes_what_is_computed_and_not_the_update(budget, rollout, reference, tmp_path):
+    tokens = {}
+    for share in (False, True):
+        counts = CountsForwards()
+        settings = {"share_prompts": share, "tokens_per_micro_batch": budget}
+        change, record, _ = update(tmp_path, rollout, callbacks=[counts], **settings)
+        assert_same_update(change, reference[0])
+        assert torch.equal(record.silenced, reference[1].silenced)
+        tokens[share] = counts.tokens[True]
+    assert tokens[True] < 0.9 * tokens[False]
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("budget", [333, 100_000])
 def test_packing_does_not_change_the_update(attention, budget, rollout, reference, tmp_path):
@@ -150,7 +163,8 @@ def test_activation_checkpointing_computes_layers_again_and_changes_nothing_else
     calls = {}
     for checkpointing in (False, True):
         counter = CountsLayers()
-        change = update(tmp_path, rollout, callbacks=[counter], activation_checkpointing=checkpointing)[0]
+        settings = {"activation_checkpointing": checkpointing, "share_prompts": False}
+        change = update(tmp_path, rollout, callbacks=[counter], **settings)[0]
         assert_same_update(change, reference[0])
         calls[checkpointing] = counter.calls
     assert calls == {False: 1, True: 2}
@@ -206,7 +220,8 @@ def test_rows_without_advantage_go_through_without_gradient(budget, with_gradien
     # 32 rows, 8 of them without advantage. One pass: 24 are scored by the forward that trains them, 8 beside it.
     # Many passes: all 32 are scored first.
     counts = CountsForwards()
-    update(tmp_path, _with_resting_groups(rollout), callbacks=[counts], tokens_per_micro_batch=budget)
+    settings = {"tokens_per_micro_batch": budget, "share_prompts": False}
+    update(tmp_path, _with_resting_groups(rollout), callbacks=[counts], **settings)
     assert counts.rows == {True: with_gradient, False: without}
 
 

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from stapo_lightning.linear_scores import LinearHead
-from stapo_lightning.scoring import join_sequences, score, score_hidden, score_logits
+from stapo_lightning.scoring import score, score_hidden, score_logits
+from stapo_lightning.states import joined
 from tests.builders import rollout_batch
 
 INF = float("inf")
@@ -181,10 +182,8 @@ def _sequences(extra=0, filler=0):
     return batch
 
 
-def test_join_sequences():
-    joined = join_sequences(_sequences(extra=2, filler=11))
-    assert joined.shape == (3, 5)  # the longest: 3 + 2 and 1 + 4
-    assert joined.tolist() == [[1, 2, 3, 7, 2], [4, 8, 9, 10, 2], [5, 6, 2, 11, 11]]
+def _score(batch, model, head, vocab_size=13):
+    return score(batch, joined(model)(batch), head, vocab_size)
 
 
 def _naive(model, prompt, completion, temperature):
@@ -202,7 +201,7 @@ def _naive(model, prompt, completion, temperature):
 def test_score_is_the_naive_computation(linear, vocab_size):
     model, batch = CausalDouble(), _sequences()
     head = LinearHead(model.head.weight, model.head.bias) if linear else model.head
-    scores = score(batch, model, head, vocab_size)
+    scores = _score(batch, model, head, vocab_size)
     total = 0.0
     for row, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
         expected = _naive(model, prompt, completion, 0.7)
@@ -219,8 +218,8 @@ def test_score_is_the_naive_computation(linear, vocab_size):
 @pytest.mark.parametrize("filler", [0, 12])
 def test_padding_is_never_seen(filler):
     model = CausalDouble()
-    narrow = score(_sequences(), model, model.head, 13)
-    wide = score(_sequences(extra=3, filler=filler), model, model.head, 13)
+    narrow = _score(_sequences(), model, model.head)
+    wide = _score(_sequences(extra=3, filler=filler), model, model.head)
     for name in ("log_probs", "entropy", "collision"):
         torch.testing.assert_close(getattr(wide, name)[:, :4], getattr(narrow, name), atol=1e-14, rtol=0)
         assert not getattr(wide, name)[:, 4:].any()
@@ -229,13 +228,13 @@ def test_padding_is_never_seen(filler):
 def test_prompt_and_padding_never_reach_the_head():
     model, head = CausalDouble(), CountingHead(6, 13)
     with torch.no_grad():
-        score(_sequences(extra=3), model, head, 13)
+        _score(_sequences(extra=3), model, head)
     assert head.rows == [2 + 4 + 1]
 
 
 def test_rows_are_scored_alike_in_any_company():
     model, batch = CausalDouble(), _sequences()
-    whole = score(batch, model, model.head, 13).log_probs
+    whole = _score(batch, model, model.head).log_probs
     for row in range(3):
-        alone = score(batch.rows(torch.tensor([row])), model, model.head, 13).log_probs
+        alone = _score(batch.rows(torch.tensor([row])), model, model.head).log_probs
         torch.testing.assert_close(alone[0], whole[row], atol=1e-14, rtol=0)

@@ -10,6 +10,7 @@ from torch import Tensor
 from stapo_lightning.batch import RolloutBatch
 from stapo_lightning.models import backbone, load_causal_lm, load_tokenizer, output_head
 from stapo_lightning.scoring import score
+from stapo_lightning.states import joined
 from tests.benchmarks.settings import Setting, prompt_texts
 
 COMPLETIONS, LIMIT = 8, 24
@@ -40,7 +41,7 @@ def frozen_batch(setting: Setting, policy: Path) -> RolloutBatch:
         group_size=2,
     )
     with torch.no_grad():
-        log_probs = score(batch, backbone(model), output_head(model), model.config.vocab_size).log_probs
+        log_probs = score(batch, joined(backbone(model))(batch), output_head(model), model.config.vocab_size).log_probs
     noise = SPREAD * torch.randn(log_probs.shape, generator=generator)
     batch.old_log_probs = (log_probs + noise).masked_fill(~batch.completion_mask, 0.0)
     return batch

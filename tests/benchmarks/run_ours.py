@@ -21,6 +21,7 @@ from stapo_lightning.rewards import FunctionReward
 from stapo_lightning.rollout import Sampling
 from stapo_lightning.schedule import ConstantWithWarmup
 from stapo_lightning.scoring import score
+from stapo_lightning.states import joined
 from tests.benchmarks.settings import CLIP_HIGH, CLIP_LOW, LEARNING_RATE, Setting, coin, differences
 
 PARTS = ("rollout", "reward", "score", "update")
@@ -101,7 +102,7 @@ def run(setting: Setting, policy: Path, silence: bool) -> dict[str, Any]:
 def frozen_loss(policy: Path, batch: RolloutBatch) -> tuple[float, torch.Tensor, float]:
     """Our loss of a frozen batch, the gradient of all parameters as one vector, and the share of clipped tokens."""
     model = load_causal_lm(str(policy), "sdpa")
-    scores = score(batch, backbone(model), output_head(model), model.config.vocab_size)
+    scores = score(batch, joined(backbone(model))(batch), output_head(model), model.config.vocab_size)
     weights = TokenMean()(batch.completion_mask, Ranks())
     output = policy_loss(batch, scores.log_probs, weights, Clipped(CLIP_LOW, CLIP_HIGH))
     output.loss.backward()

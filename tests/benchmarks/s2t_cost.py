@@ -23,6 +23,7 @@ from stapo_lightning.objective import S2T, Clipped, policy_loss
 from stapo_lightning.objective.gradient import logit_gradient_weight, squared_logit_gradient_norm
 from stapo_lightning.scoring import part_elements, score
 from stapo_lightning.softmax import tally_
+from stapo_lightning.states import joined
 
 GROUP_SIZE = 8
 
@@ -68,7 +69,7 @@ def random_batch(completions: int, length: int, vocabulary: int) -> RolloutBatch
 
 def update(model: PreTrainedModel, batch: RolloutBatch) -> TokenScores:
     model.zero_grad()
-    scores = score(batch, backbone(model), output_head(model), model.config.vocab_size)
+    scores = score(batch, joined(backbone(model))(batch), output_head(model), model.config.vocab_size)
     weights = torch.full_like(scores.log_probs, 1 / scores.log_probs.numel())
     policy_loss(batch, scores.log_probs, weights, Clipped()).loss.backward()
     return scores.detach()

@@ -11,6 +11,7 @@ from stapo_lightning.models import backbone, output_head
 from stapo_lightning.rollout import HFEngine, Sampling, Vocabulary
 from stapo_lightning.rollout.hf import draw, restrict, sample_tokens
 from stapo_lightning.scoring import score
+from stapo_lightning.states import joined
 from tests.builders import prompt_batch, rollout_batch, tiny_qwen3, tiny_qwen3_config
 
 INF = math.inf
@@ -248,7 +249,7 @@ def test_recorded_scores_are_those_of_scoring(temperature):
     assert completions.lengths.min() < 5 and completions.lengths.max() == 24  # some rows leave the batch, some stay
     batch = _rollout(completions, PROMPTS, group_size, temperature)
     with torch.no_grad():
-        scores = score(batch, backbone(policy), output_head(policy), policy.config.vocab_size)
+        scores = score(batch, joined(backbone(policy))(batch), output_head(policy), policy.config.vocab_size)
     for name in ("log_probs", "entropy", "collision"):
         torch.testing.assert_close(getattr(completions, name), getattr(scores, name), atol=1e-5, rtol=0)
         assert not getattr(completions, name)[~batch.completion_mask].any()
@@ -260,7 +261,7 @@ def test_log_probs_under_top_p_are_those_of_the_whole_distribution():
     completions = _generate(policy, PROMPTS, 4, top_p=0.6, top_k=5, max_new_tokens=8)
     batch = _rollout(completions, PROMPTS, 4, 1.0)
     with torch.no_grad():
-        scores = score(batch, backbone(policy), output_head(policy), policy.config.vocab_size)
+        scores = score(batch, joined(backbone(policy))(batch), output_head(policy), policy.config.vocab_size)
     torch.testing.assert_close(completions.log_probs, scores.log_probs, atol=1e-5, rtol=0)
 
 
