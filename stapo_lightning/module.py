@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -21,8 +22,17 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from stapo_lightning.adapters import (
+    LoRA,
+    adapter_off,
+    add_adapter,
+    checkpoint_problems,
+    describe,
+    has_adapter,
+    keep_only_adapters,
+)
 from stapo_lightning.batch import EvalBatch, LossOutput, RolloutBatch, Selection, TokenScores, UpdateRecord, pad_rows
-from stapo_lightning.checkpoint_io import AtomicCheckpointIO
+from stapo_lightning.checkpoint_io import AtomicCheckpointIO, without_tensors
 from stapo_lightning.distributed import Ranks
 from stapo_lightning.errors import ConfigError, NonFiniteError, bounded
 from stapo_lightning.evaluation import Evaluation, summary
@@ -96,7 +106,8 @@ class StapoModule(L.LightningModule):
         aggregation: How tokens become one loss; default the token mean over the whole optimiser step.
         kl_coef: Weight of the KL to the frozen initial policy, >= 0 (paper: 0).
         kl: Estimator of that KL; default k3.
-        log_kl: Load the reference and log policy/kl_ref even with kl_coef 0; costs a second copy of the weights.
+        log_kl: Load the reference and log policy/kl_ref even with kl_coef 0; costs a second copy of the weights, or
+            none with an `adapter`.
         optimizer: Optimiser of the policy's parameters; default AdamW with the paper's learning rate 1e-6.
         schedule: Learning-rate factor over updates; default 10 warm-up updates, then constant.
         max_grad_norm: Gradients are scaled down to this global L2 norm; 0 does not clip (paper: 1.0).
@@ -116,6 +127,8 @@ class StapoModule(L.LightningModule):
         attention: Attention implementation of transformers: "sdpa", "eager", "flash_attention_2".
         sharding: How the ranks share policy and reference under `trainer.strategy: fsdp2`; null there is the default
             `Sharding`, and with other strategies every rank holds them whole.
+        adapter: Train an adapter beside the policy's weights instead of the weights themselves. Checkpoints hold the
+            adapter alone, and the reference is the policy without it. Null trains all weights.
 
     """
 
@@ -140,6 +153,7 @@ class StapoModule(L.LightningModule):
         max_skipped_updates: int = 10,
         attention: str = "sdpa",
         sharding: Sharding | None = None,
+        adapter: LoRA | None = None,
     ) -> None:
         super().__init__()
         # No save_hyperparameters(): it would restore old values over the flags of a resumed run.
@@ -163,6 +177,7 @@ class StapoModule(L.LightningModule):
         self.max_skipped_updates = max_skipped_updates
         self.attention = attention
         self.sharding = sharding
+        self.adapter = adapter
 
         self.policy: PreTrainedModel | None = None
         self.reference: list[PreTrainedModel] = []  # in a list: outside the module tree and so outside every checkpoint
@@ -180,6 +195,7 @@ class StapoModule(L.LightningModule):
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._states: States | None = None
         self._warned_of_length = False
+        keep_only_adapters(self)
 
     # ---- setup ------------------------------------------------------------------------------------------------------
 
@@ -231,7 +247,7 @@ class StapoModule(L.LightningModule):
         )
 
     def _problems(self, stage: str) -> list[str]:
-        found = policy_problems(self.policy_name) + self._sharding_problems()
+        found = policy_problems(self.policy_name) + self._sharding_problems() + self._adapter_problems()
         data = getattr(self.trainer, "datamodule", None)
         if data is None:
             found.append("no datamodule: pass a RolloutDataModule to trainer.fit(module, datamodule=...)")
@@ -267,6 +283,13 @@ class StapoModule(L.LightningModule):
                 f"model.sharding is set, but trainer.strategy is {type(strategy).__name__}, where every rank holds the"
                 " whole policy; write `trainer.strategy: fsdp2`, or leave model.sharding out"
             )
+        return found
+
+    def _adapter_problems(self) -> list[str]:
+        found = self.adapter.problems() if self.adapter is not None else []
+        path = self.trainer.ckpt_path
+        if path is not None and Path(path).exists():
+            found += checkpoint_problems(self.adapter, without_tensors(path).get("adapter"))
         return found
 
     def _trainer_problems(self) -> list[str]:
@@ -327,15 +350,20 @@ class StapoModule(L.LightningModule):
     def configure_model(self) -> None:
         """Loads the weights; a second stage of the same process keeps those that are there."""
         if self.policy is None:
-            self.policy = self._load(self._load_policy, lambda: causal_lm_shapes(self.policy_name, self.attention))
+            self.policy = self._load(
+                self._load_policy, lambda: self._adapted(causal_lm_shapes(self.policy_name, self.attention))
+            )
             if self.activation_checkpointing:
                 checkpoint_activations(self.policy)
             self._states = self._states_of(self.policy)
 
     def _load_policy(self) -> PreTrainedModel:
-        policy = load_causal_lm(self.policy_name, self.attention)
+        policy = self._adapted(load_causal_lm(self.policy_name, self.attention))
         check_output_head(policy, self.policy_name)
         return policy
+
+    def _adapted(self, policy: PreTrainedModel) -> PreTrainedModel:
+        return policy if self.adapter is None else add_adapter(policy, self.adapter, resolve_policy(self.policy_name))
 
     def _load(self, load: Callable[[], PreTrainedModel], shapes: Callable[[], PreTrainedModel]) -> PreTrainedModel:
         """The model of `load`, or this rank's share of it; `shapes` is the same on the meta device."""
@@ -362,16 +390,21 @@ class StapoModule(L.LightningModule):
     def on_fit_start(self) -> None:
         """Loads the reference where it is used, and prints the derived sizes."""
         if (self.kl_coef > 0 or self.log_kl) and not self.reference:
-            reference = self._load(
-                lambda: freeze(load_causal_lm(self.policy_name, self.attention)),
-                lambda: freeze(causal_lm_shapes(self.policy_name, self.attention)),
-            )
-            self.reference = [reference if is_sharded(reference) else reference.to(self.device)]
+            self.reference = [self._loaded_policy if has_adapter(self._loaded_policy) else self._load_reference()]
         self._print_plan()
+
+    def _load_reference(self) -> PreTrainedModel:
+        reference = self._load(
+            lambda: freeze(load_causal_lm(self.policy_name, self.attention)),
+            lambda: freeze(causal_lm_shapes(self.policy_name, self.attention)),
+        )
+        return reference if is_sharded(reference) else reference.to(self.device)
 
     @rank_zero_only
     def _print_plan(self) -> None:
-        print("\n".join(self.plan().lines()), flush=True)
+        policy = self._loaded_policy
+        lines = self.plan().lines() + ([describe(policy)] if has_adapter(policy) else [])
+        print("\n".join(lines), flush=True)
 
     def on_train_start(self) -> None:
         """Puts the configured optimiser settings over those that a checkpoint restored: flags given on resume count.
@@ -497,16 +530,20 @@ class StapoModule(L.LightningModule):
         return _in_order(done, gradient.micro_batches + rest.micro_batches)
 
     def _score(self, batch: RolloutBatch) -> TokenScores:
-        policy = self._loaded_policy
-        states = self._states or self._states_of(policy)  # a policy that a user put in has none yet
-        return _scores(batch, policy, states)
+        return _scores(batch, self._loaded_policy, self._states_of_policy)
+
+    @property
+    def _states_of_policy(self) -> States:
+        # A policy that a user put in has none yet.
+        return self._states or self._states_of(self._loaded_policy)
 
     def _loss(self, batch: RolloutBatch, log_probs: Tensor, weights: Tensor) -> LossOutput:
         ref_log_probs = None
         if self.reference:
             reference = self.reference[0]
-            with torch.no_grad():
-                ref_log_probs = _scores(batch, reference, self._states_of(reference)).log_probs
+            states = self._states_of_policy if reference is self.policy else self._states_of(reference)
+            with torch.no_grad(), adapter_off(reference):
+                ref_log_probs = _scores(batch, reference, states).log_probs
         return policy_loss(batch, log_probs, weights, self.surrogate, ref_log_probs, self.kl, self.kl_coef)
 
     def _step(self, loss: float) -> float:
@@ -679,8 +716,9 @@ class StapoModule(L.LightningModule):
             self.log(tag, value, logger=False, prog_bar=tag in PROGRESS_BAR, batch_size=1)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds the counters."""
+        """Adds the counters and the adapter's settings."""
         checkpoint["stapo"] = {name: getattr(self, name) for name in _COUNTERS}
+        checkpoint["adapter"] = asdict(self.adapter) if self.adapter is not None else None
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restores the counters."""
