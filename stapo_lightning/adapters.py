@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from stapo_lightning.errors import ConfigError, bounded
 from stapo_lightning.optional import optional, require
@@ -25,6 +26,7 @@ from stapo_lightning.sharding import is_sharded
 _NAME = "default"  # PEFT's for a model's only adapter
 _MATRICES = (f"lora_A.{_NAME}.weight", f"lora_B.{_NAME}.weight")
 _EXTRA = ("lora", "model.adapter")
+_LINEAR = (nn.Linear, Conv1D)  # the latter, of GPT-2, is one with its weight transposed
 
 
 @dataclass(frozen=True)
@@ -101,12 +103,12 @@ def _target_problems(model: PreTrainedModel, lora: LoRA) -> list[str]:
         return []
     found = []
     layers = {name: module for name, module in model.named_modules() if name}
-    linear = {name.rpartition(".")[2] for name, module in layers.items() if isinstance(module, nn.Linear)}
+    linear = {name.rpartition(".")[2] for name, module in layers.items() if isinstance(module, _LINEAR)}
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     for target in lora.target_modules:
         option = f"model.adapter.target_modules has {target!r}"
         named = [module for name, module in layers.items() if name == target or name.endswith(f".{target}")]
-        if not named or not all(isinstance(module, nn.Linear) for module in named):
+        if not named or not all(isinstance(module, _LINEAR) for module in named):
             found.append(
                 f"{option}, which is not the name of linear layers alone; there are {', '.join(sorted(linear))}"
             )

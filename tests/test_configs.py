@@ -26,6 +26,8 @@ def test_every_config_is_covered():
         "benchmarks",
         "debug",
         "laptop",
+        "scale/fsdp",
+        "scale/lora",
         *(f"methods/{method}" for method in METHODS),
         *(f"data/{data}" for data in DATA),
     }
