@@ -30,8 +30,8 @@ class ExportHF(L.Callback):
         if self.form == "adapter" and not has_adapter(pl_module.policy):
             raise ConfigError(
                 [
-                    "ExportHF.form=adapter: the policy has none; write form: merged, or lay configs/scale/lora.yaml over"
-                    " your config"
+                    "ExportHF.form=adapter: the policy has none; write form: merged, or lay configs/scale/lora.yaml"
+                    " over your config"
                 ]
             )
 

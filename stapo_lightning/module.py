@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -32,9 +31,9 @@ from stapo_lightning.adapters import (
     keep_only_adapters,
 )
 from stapo_lightning.batch import EvalBatch, LossOutput, RolloutBatch, Selection, TokenScores, UpdateRecord, pad_rows
-from stapo_lightning.checkpoint_io import AtomicCheckpointIO, without_tensors
+from stapo_lightning.checkpoint_io import AtomicCheckpointIO
 from stapo_lightning.distributed import Ranks
-from stapo_lightning.errors import ConfigError, NonFiniteError, bounded
+from stapo_lightning.errors import ConfigError, NonFiniteError, bounded, raise_problems
 from stapo_lightning.evaluation import Evaluation, summary
 from stapo_lightning.metrics import MismatchMetrics, ProblemTable, RolloutMetrics, UpdateMetrics
 from stapo_lightning.microbatch import Passes, micro_batches, packed_micro_batches, passes
@@ -118,7 +117,8 @@ class StapoModule(L.LightningModule):
             attention, which skips from one sequence to the next; others would compute a mask over all pairs of tokens.
         share_prompts: In an update, read each prompt once for the completions of it that share a micro-batch, wherever
             that saves a tenth of the tokens. Without effect where `packing`, `activation_checkpointing` or `compile`
-            is on, on sharded weights, and on layers that do not attend to the whole sequence. Changes time, never the gradient.
+            is on, on sharded weights, and on layers that do not attend to the whole sequence. Changes time, never the
+            gradient.
         activation_checkpointing: Keep only each decoder layer's input for the backward and compute the layer again:
             less memory, about a third more time for an update.
         compile: Compile the policy's forward and backward with torch.compile for updates; rollouts stay as they are.
@@ -247,7 +247,8 @@ class StapoModule(L.LightningModule):
         )
 
     def _problems(self, stage: str) -> list[str]:
-        found = policy_problems(self.policy_name) + self._sharding_problems() + self._adapter_problems()
+        found = policy_problems(self.policy_name) + self._sharding_problems()
+        found += self.adapter.problems() if self.adapter is not None else []
         data = getattr(self.trainer, "datamodule", None)
         if data is None:
             found.append("no datamodule: pass a RolloutDataModule to trainer.fit(module, datamodule=...)")
@@ -283,13 +284,6 @@ class StapoModule(L.LightningModule):
                 f"model.sharding is set, but trainer.strategy is {type(strategy).__name__}, where every rank holds the"
                 " whole policy; write `trainer.strategy: fsdp2`, or leave model.sharding out"
             )
-        return found
-
-    def _adapter_problems(self) -> list[str]:
-        found = self.adapter.problems() if self.adapter is not None else []
-        path = self.trainer.ckpt_path
-        if path is not None and Path(path).exists():
-            found += checkpoint_problems(self.adapter, without_tensors(path).get("adapter"))
         return found
 
     def _trainer_problems(self) -> list[str]:
@@ -355,7 +349,7 @@ class StapoModule(L.LightningModule):
             )
             if self.activation_checkpointing:
                 checkpoint_activations(self.policy)
-            self._states = self._states_of(self.policy)
+            self._states = self._states_of(self.policy, self.compile_policy)
 
     def _load_policy(self) -> PreTrainedModel:
         policy = self._adapted(load_causal_lm(self.policy_name, self.attention))
@@ -372,9 +366,9 @@ class StapoModule(L.LightningModule):
         sharding = (self.sharding or Sharding()).under(self.trainer.precision)
         return load_sharded(load, shapes, self.trainer.strategy.device_mesh["data_parallel"], sharding)
 
-    def _states_of(self, model: PreTrainedModel) -> States:
+    def _states_of(self, model: PreTrainedModel, compiled: bool = False) -> States:
         through = packed_backbone(model) if self.packing else backbone(model)
-        if self.compile_policy and model is self.policy:
+        if compiled:
             through = torch.compile(through, dynamic=True)  # shapes differ from one micro-batch to the next
         states = joined(through)
         # Sharded, a forward is a collective, and how many a rank makes would depend on its completions.
@@ -530,20 +524,16 @@ class StapoModule(L.LightningModule):
         return _in_order(done, gradient.micro_batches + rest.micro_batches)
 
     def _score(self, batch: RolloutBatch) -> TokenScores:
-        return _scores(batch, self._loaded_policy, self._states_of_policy)
-
-    @property
-    def _states_of_policy(self) -> States:
-        # A policy that a user put in has none yet.
-        return self._states or self._states_of(self._loaded_policy)
+        policy = self._loaded_policy
+        states = self._states or self._states_of(policy, self.compile_policy)  # a user's own policy has none yet
+        return _scores(batch, policy, states)
 
     def _loss(self, batch: RolloutBatch, log_probs: Tensor, weights: Tensor) -> LossOutput:
         ref_log_probs = None
         if self.reference:
             reference = self.reference[0]
-            states = self._states_of_policy if reference is self.policy else self._states_of(reference)
             with torch.no_grad(), adapter_off(reference):
-                ref_log_probs = _scores(batch, reference, states).log_probs
+                ref_log_probs = _scores(batch, reference, self._states_of(reference)).log_probs
         return policy_loss(batch, log_probs, weights, self.surrogate, ref_log_probs, self.kl, self.kl_coef)
 
     def _step(self, loss: float) -> float:
@@ -720,8 +710,26 @@ class StapoModule(L.LightningModule):
         checkpoint["stapo"] = {name: getattr(self, name) for name in _COUNTERS}
         checkpoint["adapter"] = asdict(self.adapter) if self.adapter is not None else None
 
+    def check_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
+        """What `on_load_checkpoint` refuses; the sharded strategy asks before it loads weights.
+
+        Args:
+            checkpoint: With or without weights.
+
+        Raises:
+            ConfigError: Its adapter is not this module's.
+
+        """
+        raise_problems(checkpoint_problems(self.adapter, checkpoint.get("adapter")))
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restores the counters."""
+        """Restores the counters.
+
+        Raises:
+            ConfigError: The checkpoint's adapter is not this module's.
+
+        """
+        self.check_checkpoint(checkpoint)
         self.loaded_update = checkpoint.get("global_step", 0)  # outside of fit the Trainer's own count stays at 0
         for name, value in checkpoint.get("stapo", {}).items():  # absent in checkpoints that other modules saved
             setattr(self, name, value)

@@ -43,8 +43,8 @@ def _fit(root: Path, name: str, strategy: str, updates: int, *flags: str) -> lis
         "--model.adapter.alpha=8",
         # The reference is a second forward of the same sharded weights, between a forward and its backward.
         "--model.kl_coef=0.1",
-        # A moment that is far above eps only where the gradient is: rounding does not become a step.
-        "--model.optimizer.eps=1e-2",
+        # Gradients are far below it: a step is in proportion to them, and rounding is not amplified.
+        "--model.optimizer.eps=0.1",
         "--model.optimizer.lr=0.1",
         "--model.schedule.warmup_updates=0",
         "--model.prompts_per_update=2",
@@ -59,32 +59,31 @@ def _last(root: Path, name: str) -> Path:
     return root / "runs" / name / "checkpoints" / "last.ckpt"
 
 
+def _from(root: Path, name: str) -> str:
+    return f"--ckpt_path={_last(root, name)}"
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     """All runs; "one" is a process, "two" a sharded pair, "ddp" a pair with DDP."""
     root = tmp_path_factory.mktemp("adapters")
     (root / "callbacks.yaml").write_text(CALLBACKS)
     run(_fit(root, "one", "auto", WHOLE))
+    run(_fit(root, "one_half", "auto", HALF))
     run(_fit(root, "one_resumed", "auto", HALF))
     run(_fit(root, "one_resumed", "auto", WHOLE, "--ckpt_path=last"))
     run_commands(
         root,
         [
             _fit(root, "two", "fsdp2", WHOLE, "--model.activation_checkpointing=true"),
-            _fit(root, "two_half", "fsdp2", HALF),
-            _fit(root, "two_resumed", "fsdp2", HALF, "--model.activation_checkpointing=true"),
-            _fit(root, "two_resumed", "fsdp2", WHOLE, "--ckpt_path=last", "--model.activation_checkpointing=true"),
-            _fit(root, "one_then_two", "fsdp2", WHOLE, f"--ckpt_path={_one_half(root)}"),
+            _fit(root, "two_half", "fsdp2", HALF, "--model.activation_checkpointing=true"),
+            _fit(root, "two_resumed", "fsdp2", WHOLE, _from(root, "two_half"), "--model.activation_checkpointing=true"),
+            _fit(root, "one_then_two", "fsdp2", WHOLE, _from(root, "one_half")),
             _fit(root, "ddp", "ddp", WHOLE),
         ],
     )
-    run(_fit(root, "two_then_one", "auto", WHOLE, f"--ckpt_path={_last(root, 'two_half')}"))
+    run(_fit(root, "two_then_one", "auto", WHOLE, _from(root, "two_half")))
     return root
-
-
-def _one_half(root: Path) -> Path:
-    (path,) = (path for path in (root / "runs" / "one_resumed" / "checkpoints").glob("*step=2*"))
-    return path
 
 
 def _state(root: Path, name: str) -> dict:
@@ -124,8 +123,9 @@ def test_any_number_of_ranks_ends_like_one_process(root, name):
     assert one.keys() == two.keys()
     moved = max(float(value.abs().max()) for key, value in one.items() if ".lora_B." in key)
     assert moved > 1e-2
-    for key, value in one.items():
-        assert (value - two[key]).abs().max() <= 1e-4 * moved, key
+    difference = max(float((value - two[key]).abs().max()) for key, value in one.items())
+    print(name, moved, difference)
+    assert difference <= 1e-5 * moved
 
 
 @pytest.mark.parametrize("name", ["one", "two"])
