@@ -11,9 +11,9 @@ from typing import Any, Literal
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
 
-from stapo_lightning.sharding import is_sharded, whole_weights
+from stapo_lightning.adapters import has_adapter, save_adapter, save_merged
+from stapo_lightning.errors import ConfigError
 
 LATEST, BEST = "latest", "best"
 
@@ -35,11 +35,21 @@ class ExportHF(L.Callback):
             begin with val/ count at the update of their validation. Null follows the first ModelCheckpoint with a
             `monitor`; where there is none, there is no `best`.
         mode: Whether the largest ("max") or the smallest ("min") value of the option `monitor` is best.
+        form: Of a policy with an adapter (model.adapter): "merged" is a whole model that computes the same; "adapter"
+            the adapter alone, which `PeftModel.from_pretrained(model, DIR)` puts over the model that the run began
+            with. The policy itself stays as it is.
 
     """
 
-    def __init__(self, folder: str = "policy", monitor: str | None = None, mode: Literal["max", "min"] = "max") -> None:
+    def __init__(
+        self,
+        folder: str = "policy",
+        monitor: str | None = None,
+        mode: Literal["max", "min"] = "max",
+        form: Literal["merged", "adapter"] = "merged",
+    ) -> None:
         self.folder = folder
+        self.form = form
         self.monitor = monitor
         self.mode = mode
         self.exported: int | None = None
@@ -50,6 +60,15 @@ class ExportHF(L.Callback):
     def path(self, trainer: L.Trainer) -> Path:
         """Folder of the two links; a broadcast, so that every rank has to ask."""
         return Path(trainer.log_dir or trainer.default_root_dir) / self.folder
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if self.form == "adapter" and not has_adapter(pl_module.policy):
+            raise ConfigError(
+                [
+                    "ExportHF.form=adapter: the policy has none; write form: merged, or lay configs/scale/lora.yaml"
+                    " over your config"
+                ]
+            )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         """What a resumed run has exported as its best."""
@@ -113,33 +132,23 @@ class ExportHF(L.Callback):
         _prune(root)
 
     def _write(self, trainer: L.Trainer, pl_module: Any, root: Path, note: dict[str, Any]) -> None:
-        weights = _whole(pl_module.policy, trainer.is_global_zero)
-        if not trainer.is_global_zero:
-            return
         number, target = 1, root / f"update={trainer.global_step}"
         while target.exists():  # a run that was killed comes to the same update again
             number += 1
             target = root / f"update={trainer.global_step}-{number}"
         partial = root / f".{target.name}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        pl_module.policy.save_pretrained(partial, state_dict=weights)
+        if trainer.is_global_zero:
+            shutil.rmtree(partial, ignore_errors=True)
+        save = save_adapter if self.form == "adapter" else save_merged
+        save(pl_module.policy, partial, writes=trainer.is_global_zero)
+        if not trainer.is_global_zero:
+            return
         pl_module.tokenizer.save_pretrained(partial)
         (partial / _NOTE).write_text(json.dumps(note) + "\n")
         for path in partial.iterdir():
             _flush(path)
         partial.rename(target)
         self._written = target.name
-
-
-def _whole(policy: Any, keep: bool) -> dict[str, Tensor] | None:
-    """The weights of a sharded policy on the rank that keeps them; None where the policy is whole anyway."""
-    if not is_sharded(policy):
-        return None
-    weights = {}
-    for name, value in whole_weights(policy):  # every rank takes part
-        if keep:
-            weights[name] = value.cpu()
-    return weights
 
 
 def _best_of(trainer: L.Trainer) -> tuple[str, float | None]:

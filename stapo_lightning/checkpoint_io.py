@@ -59,10 +59,14 @@ def is_folder(path: str | Path) -> bool:
     return (Path(path) / _REST).is_file()
 
 
+def without_tensors(path: str | Path) -> dict[str, Any]:
+    """What a checkpoint holds, without reading its weights: those of a folder are left out, those of a file mapped."""
+    return torch.load(Path(path) / _REST if is_folder(path) else path, mmap=True, weights_only=True)
+
+
 def global_step(path: Path) -> int:
-    """Updates done at a checkpoint, without reading its weights."""
-    rest = torch.load(path / _REST if is_folder(path) else path, mmap=True, weights_only=True)
-    return int(rest["global_step"])
+    """Updates done at a checkpoint."""
+    return int(without_tensors(path)["global_step"])
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import lightning as L
@@ -21,10 +21,19 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from stapo_lightning.adapters import (
+    LoRA,
+    adapter_off,
+    add_adapter,
+    checkpoint_problems,
+    describe,
+    has_adapter,
+    keep_only_adapters,
+)
 from stapo_lightning.batch import EvalBatch, LossOutput, RolloutBatch, Selection, TokenScores, UpdateRecord, pad_rows
 from stapo_lightning.checkpoint_io import AtomicCheckpointIO
 from stapo_lightning.distributed import Ranks
-from stapo_lightning.errors import ConfigError, EngineMismatchError, NonFiniteError, bounded
+from stapo_lightning.errors import ConfigError, EngineMismatchError, NonFiniteError, bounded, raise_problems
 from stapo_lightning.evaluation import Evaluation, summary
 from stapo_lightning.hardware import real_strategy
 from stapo_lightning.metrics import ImportanceMetrics, MismatchMetrics, ProblemTable, RolloutMetrics, UpdateMetrics
@@ -97,7 +106,8 @@ class StapoModule(L.LightningModule):
         aggregation: How tokens become one loss; default the token mean over the whole optimiser step.
         kl_coef: Weight of the KL to the frozen initial policy, >= 0 (paper: 0).
         kl: Estimator of that KL; default k3.
-        log_kl: Load the reference and log policy/kl_ref even with kl_coef 0; costs a second copy of the weights.
+        log_kl: Load the reference and log policy/kl_ref even with kl_coef 0; costs a second copy of the weights, or
+            none with an `adapter`.
         importance: Weights that correct for an engine whose probabilities are not the policy's, such as
             `TruncatedImportance`; each rollout is scored once more before its first update. Null leaves it out.
         max_logprob_diff: Largest rollout/logprob_diff_mean, nats, > 0: an engine further from the policy than this
@@ -122,6 +132,8 @@ class StapoModule(L.LightningModule):
         attention: Attention implementation of transformers: "sdpa", "eager", "flash_attention_2".
         sharding: How the ranks share policy and reference under `trainer.strategy: fsdp2`; null there is the default
             `Sharding`, and with other strategies every rank holds them whole.
+        adapter: Train an adapter beside the policy's weights instead of the weights themselves. Checkpoints hold the
+            adapter alone, and the reference is the policy without it. Null trains all weights.
 
     """
 
@@ -148,6 +160,7 @@ class StapoModule(L.LightningModule):
         max_skipped_updates: int = 10,
         attention: str = "sdpa",
         sharding: Sharding | None = None,
+        adapter: LoRA | None = None,
     ) -> None:
         super().__init__()
         # No save_hyperparameters(): it would restore old values over the flags of a resumed run.
@@ -173,6 +186,7 @@ class StapoModule(L.LightningModule):
         self.max_skipped_updates = max_skipped_updates
         self.attention = attention
         self.sharding = sharding
+        self.adapter = adapter
 
         self.policy: PreTrainedModel | None = None
         self.reference: list[PreTrainedModel] = []  # in a list: outside the module tree and so outside every checkpoint
@@ -196,6 +210,7 @@ class StapoModule(L.LightningModule):
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._states: States | None = None
         self._warned_of_length = False
+        keep_only_adapters(self)
 
     # ---- setup ------------------------------------------------------------------------------------------------------
 
@@ -249,6 +264,7 @@ class StapoModule(L.LightningModule):
     def problems(self, stage: str) -> list[str]:
         """Everything that is wrong with this configuration for `stage`, one sentence each; no weights are loaded."""
         found = policy_problems(self.policy_name) + self._sharding_problems()
+        found += self.adapter.problems() if self.adapter is not None else []
         data = getattr(self.trainer, "datamodule", None)
         if data is None:
             found.append("no datamodule: pass a RolloutDataModule to trainer.fit(module, datamodule=...)")
@@ -349,10 +365,12 @@ class StapoModule(L.LightningModule):
     def configure_model(self) -> None:
         """Loads the weights; a second stage of the same process keeps those that are there."""
         if self.policy is None:
-            self.policy = self._load(self._load_policy, lambda: causal_lm_shapes(self.policy_name, self.attention))
+            self.policy = self._load(
+                self._load_policy, lambda: self._adapted(causal_lm_shapes(self.policy_name, self.attention))
+            )
             if self.activation_checkpointing:
                 checkpoint_activations(self.policy)
-            self._states = self._states_of(self.policy)
+            self._states = self._states_of(self.policy, self.compile_policy)
 
     @property
     def needs_reference(self) -> bool:
@@ -360,9 +378,12 @@ class StapoModule(L.LightningModule):
         return self.kl_coef > 0 or self.log_kl
 
     def _load_policy(self) -> PreTrainedModel:
-        policy = load_causal_lm(self.policy_name, self.attention)
+        policy = self._adapted(load_causal_lm(self.policy_name, self.attention))
         check_output_head(policy, self.policy_name)
         return policy
+
+    def _adapted(self, policy: PreTrainedModel) -> PreTrainedModel:
+        return policy if self.adapter is None else add_adapter(policy, self.adapter, resolve_policy(self.policy_name))
 
     def _load(self, load: Callable[[], PreTrainedModel], shapes: Callable[[], PreTrainedModel]) -> PreTrainedModel:
         """The model of `load`, or this rank's share of it; `shapes` is the same on the meta device."""
@@ -372,9 +393,9 @@ class StapoModule(L.LightningModule):
         sharding = (self.sharding or Sharding()).under(self.trainer.precision)
         return load_sharded(load, shapes, mesh["data_parallel"], sharding)
 
-    def _states_of(self, model: PreTrainedModel) -> States:
+    def _states_of(self, model: PreTrainedModel, compiled: bool = False) -> States:
         through = packed_backbone(model) if self.packing else backbone(model)
-        if self.compile_policy and model is self.policy:
+        if compiled:
             through = torch.compile(through, dynamic=True)  # shapes differ from one micro-batch to the next
         states = joined(through)
         # Sharded, a forward is a collective, and how many a rank makes would depend on its completions.
@@ -390,16 +411,21 @@ class StapoModule(L.LightningModule):
     def on_fit_start(self) -> None:
         """Loads the reference where it is used, and prints the derived sizes."""
         if self.needs_reference and not self.reference:
-            reference = self._load(
-                lambda: freeze(load_causal_lm(self.policy_name, self.attention)),
-                lambda: freeze(causal_lm_shapes(self.policy_name, self.attention)),
-            )
-            self.reference = [reference if is_sharded(reference) else reference.to(self.device)]
+            self.reference = [self._loaded_policy if has_adapter(self._loaded_policy) else self._load_reference()]
         self._print_plan()
+
+    def _load_reference(self) -> PreTrainedModel:
+        reference = self._load(
+            lambda: freeze(load_causal_lm(self.policy_name, self.attention)),
+            lambda: freeze(causal_lm_shapes(self.policy_name, self.attention)),
+        )
+        return reference if is_sharded(reference) else reference.to(self.device)
 
     @rank_zero_only
     def _print_plan(self) -> None:
-        print("\n".join(self.plan().lines()), flush=True)
+        policy = self._loaded_policy
+        lines = self.plan().lines() + ([describe(policy)] if has_adapter(policy) else [])
+        print("\n".join(lines), flush=True)
 
     def on_train_start(self) -> None:
         """Puts the configured optimiser settings over those that a checkpoint restored: flags given on resume count.
@@ -577,14 +603,14 @@ class StapoModule(L.LightningModule):
 
     def _score(self, batch: RolloutBatch) -> TokenScores:
         policy = self._loaded_policy
-        states = self._states or self._states_of(policy)  # a policy that a user put in has none yet
+        states = self._states or self._states_of(policy, self.compile_policy)  # a user's own policy has none yet
         return _scores(batch, policy, states)
 
     def _loss(self, batch: RolloutBatch, log_probs: Tensor, weights: Tensor) -> LossOutput:
         ref_log_probs = None
         if self.reference:
             reference = self.reference[0]
-            with torch.no_grad():
+            with torch.no_grad(), adapter_off(reference):
                 ref_log_probs = _scores(batch, reference, self._states_of(reference)).log_probs
         return policy_loss(batch, log_probs, weights, self.surrogate, ref_log_probs, self.kl, self.kl_coef)
 
@@ -788,11 +814,30 @@ class StapoModule(L.LightningModule):
             self.log(tag, value, logger=False, prog_bar=tag in PROGRESS_BAR, batch_size=1)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds the counters."""
+        """Adds the counters and the adapter's settings."""
         checkpoint["stapo"] = {name: getattr(self, name) for name in _COUNTERS}
+        checkpoint["adapter"] = asdict(self.adapter) if self.adapter is not None else None
+
+    def check_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
+        """What `on_load_checkpoint` refuses; the sharded strategy asks before it loads weights.
+
+        Args:
+            checkpoint: With or without weights.
+
+        Raises:
+            ConfigError: Its adapter is not this module's.
+
+        """
+        raise_problems(checkpoint_problems(self.adapter, checkpoint.get("adapter")))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restores the counters."""
+        """Restores the counters.
+
+        Raises:
+            ConfigError: The checkpoint's adapter is not this module's.
+
+        """
+        self.check_checkpoint(checkpoint)
         self.loaded_update = checkpoint.get("global_step", 0)  # outside of fit the Trainer's own count stays at 0
         for name, value in checkpoint.get("stapo", {}).items():  # absent in checkpoints that other modules saved
             setattr(self, name, value)

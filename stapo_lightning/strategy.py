@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import (
 )
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
 
-from stapo_lightning.checkpoint_io import by_name, finished_folder, is_folder
+from stapo_lightning.checkpoint_io import by_name, finished_folder, is_folder, without_tensors
 from stapo_lightning.sharding import is_sharded
 
 _INSTEAD = "write `trainer.strategy: fsdp2`, or lay configs/scale/fsdp.yaml over your config"
@@ -100,6 +100,9 @@ class ShardedStrategy(ModelParallelStrategy):
         """Loads a folder of this strategy, or a file of any strategy, into policy and optimiser."""
         path = Path(self.broadcast(checkpoint_path))
         if is_folder(path):
+            module: Any = self.lightning_module
+            if hasattr(module, "check_checkpoint"):
+                module.check_checkpoint(without_tensors(path))
             return super().load_checkpoint(path, weights_only)
         module = self.lightning_module
         assert module is not None

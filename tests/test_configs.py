@@ -16,7 +16,7 @@ from tests.cli import parse
 ROOT = Path(__file__).parents[1]
 METHODS = sorted(path.stem for path in (ROOT / "configs" / "methods").glob("*.yaml"))
 DATA = sorted(path.stem for path in (ROOT / "configs" / "data").glob("*.yaml"))
-SCALE = ["fsdp", "vllm", "vllm_server"]
+SCALE = ["fsdp", "lora", "vllm", "vllm_server"]
 MODELS = sorted(path.stem for path in (ROOT / "configs" / "models").glob("*.yaml"))
 STANDALONE = ("quickstart", "base")
 
