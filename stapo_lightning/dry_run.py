@@ -17,6 +17,7 @@ from lightning.pytorch import Trainer
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, PreTrainedModel
 
+from stapo_lightning.adapters import add_adapter
 from stapo_lightning.byte_sizes import Need, human_bytes, parse_bytes
 from stapo_lightning.data import RolloutDataModule
 from stapo_lightning.errors import ConfigError, StapoError
@@ -130,8 +131,9 @@ class DryRun:
 
     @cached_property
     def policy(self) -> PreTrainedModel:
-        """The policy on the meta device, sharded as the run will."""
-        return self._sharded(meta_model(self.config, self.hardware.weights))
+        """The policy on the meta device, adapted and sharded as the run will."""
+        model, adapter = meta_model(self.config, self.hardware.weights), self.module.adapter
+        return self._sharded(model if adapter is None else add_adapter(model, adapter, self.module.policy_name))
 
     def _sharded(self, model: PreTrainedModel) -> PreTrainedModel:
         if self.hardware.strategy == "sharded":
@@ -175,7 +177,7 @@ class DryRun:
         if self.hardware.gpu and not offloaded:
             # The optimisers of torch take all parameters at once on a GPU, and one after the other elsewhere.
             rows.append(Row(Need("optimiser's own copies", gradients.size, more), ("step",), estimate=True))
-        if self.module.needs_reference:
+        if self.module.needs_reference and self.module.adapter is None:
             reference = local_bytes(self._sharded(freeze(meta_model(self.config, self.hardware.weights))).parameters())
             change = "set model.log_kl=false" if not self.module.kl_coef else "set model.kl_coef=0"
             rows.append(Row(Need("reference", reference, change), on_host=offloaded))
