@@ -8,8 +8,9 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from callbacks import CompletionLogger, RunSummary
+from callbacks import CompletionLogger, ExportHF, RunSummary
 from stapo_lightning.batch import Prompt
+from stapo_lightning.errors import ConfigError
 from tests.doubles import datamodule, module, trainer
 
 HOSTILE = "<script>alert(1)</script> 2*3=6, 2*1=2 | `x` _y_ \\boxed{6}\n# head &amp; [a](b)"
@@ -88,6 +89,20 @@ def test_the_summary_prints_before_and_after(tmp_path, capsys):
     assert float(row[2]) == pytest.approx(100 * summary.after["val/arithmetic/sampled/avg@2"], abs=0.05)
     assert "held-out results after 2 updates" in printed
     assert f"run          {tmp_path}" in printed
+
+
+def test_the_summary_names_the_exported_policy(tmp_path, capsys):
+    run = trainer(tmp_path, callbacks=[ExportHF(folder="exported"), RunSummary()])
+    run.fit(module(), datamodule=datamodule())
+    printed = capsys.readouterr().out
+    assert f"policy       {tmp_path / 'exported' / 'latest'}" in printed
+    assert "best" not in printed
+
+
+def test_options_of_the_completion_logger_are_checked(tmp_path):
+    run = trainer(tmp_path, callbacks=[CompletionLogger(every_n_rollouts=0, max_chars=-1)])
+    with pytest.raises(ConfigError, match=r"(?s)2 problems.*every_n_rollouts=0: must be at least 1.*max_chars=-1"):
+        run.fit(module(), datamodule=datamodule())
 
 
 def test_without_a_validation_ahead_of_the_first_update_there_is_no_before(tmp_path, capsys):
