@@ -147,10 +147,10 @@ def test_options_change_what_they_say(tmp_path, monkeypatch):
 
 def test_an_adapter_alone_has_gradients_and_its_reference_is_the_policy(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    adapted = _small(tmp_path, "--config=configs/scale/lora.yaml", "--model.adapter.rank=2", "--model.kl_coef=0.1")
-    # Rank 2 beside q (128 -> 128), k and v (-> 32), o (128 -> 128), gate and up (-> 384), down (384 ->): the sum of
+    adapted = _small(tmp_path, "--config=configs/scale/lora.yaml", "--model.adapter.rank=8", "--model.kl_coef=0.1")
+    # Rank 8 beside q (128 -> 128), k and v (-> 32), o (128 -> 128), gate and up (-> 384), down (384 ->): the sum of
     # inputs and outputs is 256 + 160 + 160 + 256 + 512 + 512 + 512 = 2,368. 16 layers, 8 ranks, float32.
-    trained = 2 * 2_368 * 16
+    trained = 8 * 2_368 * 16
     assert _sizes(adapted)["gradients"] == trained // 8 * 4
     assert _sizes(adapted)["parameters"] == (3_403_392 + trained) // 8 * 4
     assert "reference" not in _sizes(adapted)

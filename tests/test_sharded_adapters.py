@@ -130,7 +130,7 @@ def test_any_number_of_ranks_ends_like_one_process(root, name):
 
 @pytest.mark.parametrize("name", ["one", "two"])
 def test_the_merged_export_is_base_and_adapter(root, name):
-    merged = load_file(root / "runs" / name / "policy" / "model.safetensors")
+    merged = load_file(root / "runs" / name / "policy" / "latest" / "model.safetensors")
     base = load_file(Path(TINY) / "model.safetensors")
     state = _state(root, name)["state_dict"]
     assert merged.keys() == base.keys()
@@ -150,7 +150,7 @@ def test_both_exports_compute_the_same(root, name):
     folder = root / "runs" / name
     ids = torch.arange(10)[None]
     with torch.no_grad():
-        merged = AutoModelForCausalLM.from_pretrained(folder / "policy")(input_ids=ids).logits
+        merged = AutoModelForCausalLM.from_pretrained(folder / "policy" / "latest")(input_ids=ids).logits
         base = AutoModelForCausalLM.from_pretrained(TINY)
         before = base(input_ids=ids).logits
         over = PeftModel.from_pretrained(base, folder / "adapter")(input_ids=ids).logits
