@@ -334,7 +334,7 @@ def test_heads_that_its_cpu_kernels_do_not_know_are_refused(tmp_path):
         _run(tmp_path, TINY, _engine())
 
 
-def _fit(folder, wide, *flags, timeout=300):
+def _fit(folder, wide, *flags, timeout=600):
     done = stapo(
         "fit",
         "--config=configs/quickstart.yaml",
@@ -380,9 +380,11 @@ def _accuracies(stdout):
 
 @needs_vllm
 def test_a_third_of_the_quickstart_learns(wide, tmp_path):
-    before, after = _accuracies(_fit(tmp_path, wide, "--trainer.max_steps=100", timeout=600))
-    assert 35 <= before <= 47
-    assert after >= 65  # 70 and 73 measured; HFEngine: 73 and 74
+    # Half of the held-out problems: the standard error of an accuracy is about 2 points.
+    flags = ["--trainer.max_steps=100", "--data.val_prompts.size=128"]
+    before, after = _accuracies(_fit(tmp_path, wide, *flags, timeout=900))
+    assert 35 <= before <= 50
+    assert after >= 64  # 70 over all of the problems; HFEngine: 73 and 74 in two runs
 
 
 @needs_vllm
