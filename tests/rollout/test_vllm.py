@@ -10,6 +10,7 @@ import torch
 from lightning import seed_everything
 from safetensors.torch import load_file
 
+from stapo_lightning.adapters import LoRA, add_adapter
 from stapo_lightning.batch import Completions
 from stapo_lightning.data import ArithmeticPrompts
 from stapo_lightning.errors import ConfigError, EngineMismatchError
@@ -109,6 +110,24 @@ def test_after_three_updates_the_engine_has_the_policys_log_probs(tied):
     # The updates were large: the tokens that were likely before are others now.
     assert (parameters(policy) - start).abs().max() > 0.04
     assert differences(policy, before, PROMPTS, 4).mean() > 0.1
+
+
+@needs_vllm
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_adapter_reaches_the_engine_merged(tied):
+    pytest.importorskip("peft", reason='the extra "lora" is not installed')
+    policy, engine = add_adapter(_policy(tied), LoRA(rank=4), "base"), _engine()
+    frozen = {name: weight.clone() for name, weight in policy.named_parameters() if not weight.requires_grad}
+    optimizer = torch.optim.AdamW([weight for weight in policy.parameters() if weight.requires_grad], lr=0.05)
+    before = _generate(engine, policy, group_size=4, max_new_tokens=24)
+    for number in range(3):
+        update(policy, optimizer, number)
+    completions = _generate(engine, policy, group_size=4, max_new_tokens=24)
+    found = differences(policy, completions, PROMPTS, 4)
+    # W + s B A is rounded once, where the policy adds two products.
+    assert found.mean() < 10 * MEAN and found.max() < 10 * LARGEST
+    assert differences(policy, before, PROMPTS, 4).mean() > 0.1
+    assert all(torch.equal(weight, policy.get_parameter(name)) for name, weight in frozen.items())
 
 
 class WithoutTheHead(VLLMEngine):
