@@ -371,11 +371,12 @@ def _fit(folder, wide, *flags, timeout=600):
 
 
 @needs_vllm
-def test_two_ranks_sample_and_update_like_one(wide, tmp_path):
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_ranks_sample_and_update_like_one(strategy, wide, tmp_path):
     flags = ["--trainer.max_steps=2", "--trainer.limit_val_batches=0", "--data.prompts_per_batch=8"]
     flags += ["--model.prompts_per_update=8", "--model.optimizer=torch.optim.SGD", "--model.optimizer.lr=0.1"]
-    _fit(tmp_path, wide, "--trainer.devices=2", "--trainer.strategy=ddp", *flags)
-    two = load_file(tmp_path / "quickstart" / "run" / "policy" / "model.safetensors")
+    _fit(tmp_path, wide, "--trainer.devices=2", f"--trainer.strategy={strategy}", *flags)
+    two = load_file(tmp_path / "quickstart" / "run" / "policy" / "latest" / "model.safetensors")
 
     one = module(policy=wide, prompts_per_update=8, max_grad_norm=1.0, schedule=ConstantWithWarmup(10))
     data = datamodule(
