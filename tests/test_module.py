@@ -337,7 +337,7 @@ def test_importance_takes_the_old_policy_before_the_first_update_of_the_rollout(
     batch, policys = _by_an_engine(rollout, reference)
     recorder, counts = Recorder(), CountsForwards()
     run = trainer(tmp_path, max_steps=2, callbacks=[recorder, counts])
-    policy = module(importance=TruncatedImportance(), max_logprob_diff=math.inf)
+    policy = module(importance=TruncatedImportance(), max_logprob_diff=math.inf, share_prompts=False)
     run.fit(policy, datamodule=Replay(copy.deepcopy(batch)))
     (record,) = recorder.records
     assert record.log_ratio[:16].abs().max() < 1e-5

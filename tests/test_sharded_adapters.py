@@ -153,6 +153,6 @@ def test_both_exports_compute_the_same(root, name):
         merged = AutoModelForCausalLM.from_pretrained(folder / "policy" / "latest")(input_ids=ids).logits
         base = AutoModelForCausalLM.from_pretrained(TINY)
         before = base(input_ids=ids).logits
-        over = PeftModel.from_pretrained(base, folder / "adapter")(input_ids=ids).logits
+        over = PeftModel.from_pretrained(base, folder / "adapter" / "latest")(input_ids=ids).logits
     torch.testing.assert_close(over, merged, atol=1e-4, rtol=1e-5)
     assert (over - before).abs().max() > 1e-2
