@@ -30,7 +30,7 @@ def _after(callback, probs, entropy, collision, updates, log, selector=None):
     batch = rollout_batch([1.0, -1.0] * (n // 2), [probs.shape[1]] * n, probs.log())
     nothing = torch.zeros_like(probs, dtype=torch.bool)
     record = UpdateRecord(
-        TokenScores(probs.log(), entropy, collision), nothing, nothing, torch.ones_like(probs), nothing, updates
+        TokenScores(probs.log(), entropy, collision), nothing, nothing, torch.zeros_like(probs), nothing, updates
     )
     policy = SimpleNamespace(config=SimpleNamespace(vocab_size=20))
     pl_module = SimpleNamespace(ranks=Ranks(), policy=policy, selector=selector or S2T())
