@@ -7,7 +7,7 @@ ranks that sample fewer). Free of Lightning.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any, Literal, TypeVar
@@ -179,7 +179,7 @@ class _Turns:
             self.joining = False
 
 
-# ---- gradients and weights -------------------------------------------------------------------------------------------
+# ---- gradients ------------------------------------------------------------------------------------------------------
 
 
 def reduce_gradients(model: nn.Module, last: bool) -> None:
@@ -218,15 +218,3 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, device: 
 
 def _own(gradient: Tensor) -> Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
-
-
-def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Name and whole value of each weight, one after the other, so that no second copy of the model is made.
-
-    A collective for each: every rank has to go through all of them. Tied weights come once, under their first name.
-    """
-    if is_sharded(model):
-        model.reshard()  # type: ignore[operator]
-    for name, parameter in model.named_parameters():
-        value = parameter.detach()
-        yield name, value.full_tensor() if isinstance(value, DTensor) else value

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from stapo_lightning.adapters import merged_weights
 from stapo_lightning.linear_scores import LinearHead, score_linear
 from stapo_lightning.models import backbone, checkpoint_activations, freeze, output_head
 from stapo_lightning.rollout import HFEngine, Sampling, Vocabulary
@@ -32,7 +33,6 @@ from stapo_lightning.sharding import (
     join,
     reduce_gradients,
     shard,
-    whole_weights,
     within,
 )
 from tests.builders import prompt_batch, tiny_qwen3_config
@@ -204,7 +204,7 @@ def weights_from_rank_0_alone() -> None:
         found = load_sharded(load, lambda tied=tied: model(tied, device="meta"), mesh(), Sharding())
         expected = model(tied)
         names = dict(expected.named_parameters())
-        weights = dict(whole_weights(found))
+        weights = {name: weight for name, weight in merged_weights(found) if name in names}
         assert weights.keys() == names.keys()
         assert all(torch.equal(value, names[name]) for name, value in weights.items())
         assert sum(p.to_local().numel() for p in found.parameters()) < 0.6 * sum(p.numel() for p in names.values())
@@ -216,8 +216,10 @@ def weights_come_whole_while_a_forward_has_them_gathered() -> None:
     found = sharded(tied=True)
     with torch.no_grad():
         loss(found, RANK)
-    expected = dict(model(tied=True).named_parameters())
-    assert all(torch.equal(value, expected[name]) for name, value in whole_weights(found))
+    expected = model(tied=True).state_dict()  # with the head beside the embedding that it is
+    weights = dict(merged_weights(found))
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in weights.items())
 
 
 def rollouts_of_different_length_and_number() -> None:
