@@ -113,7 +113,8 @@ class _PromptLayer(DynamicLayer):
         self.prompt_of_row = prompt_of_row
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        keys, values = self.keys[self.prompt_of_row], self.values[self.prompt_of_row]
+        # Not by brackets, whose gradient several threads add up in any order: a run would not repeat.
+        keys, values = (states.index_select(0, self.prompt_of_row) for states in (self.keys, self.values))
         return torch.cat([keys, key_states], -2), torch.cat([values, value_states], -2)
 
 
@@ -137,7 +138,7 @@ def _shared_states(model: PreTrainedModel, batch: RolloutBatch, parts: list[Tens
         prompt = prompt_of_row[rows]
         # The last token of a completion predicts nothing.
         steps = int(batch.completion_lengths[rows[0]]) - 1
-        hidden = last[prompt][:, None]
+        hidden = last.index_select(0, prompt)[:, None]
         if steps:
             behind = DynamicCache(config=model.config)
             behind.layers = [_PromptLayer(layer.keys, layer.values, prompt) for layer in cache.layers]

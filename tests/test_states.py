@@ -5,9 +5,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MambaConfig, Qwen3Config
 
-from stapo_lightning.models import backbone, packed_backbone
+from stapo_lightning.models import backbone, load_causal_lm, packed_backbone
 from stapo_lightning.states import join_sequences, joined, shared, shares_prompts
 from tests.builders import rollout_batch
+from tests.doubles import TINY
 from tests.test_models import SIZES
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
@@ -115,6 +116,24 @@ def test_what_saves_little_goes_the_other_way():
     batch.group_ids = torch.arange(2)
     with pytest.raises(AssertionError, match="not worth it"):
         shared(model, Refuses())(batch)
+
+
+def test_gradients_repeat_bit_for_bit_with_two_threads():
+    # 256 completions of 32 prompts: large enough that threads share the sums over a prompt's completions.
+    model = load_causal_lm(TINY, "sdpa")
+    lengths = (torch.arange(256) * 37 % 59 + 5).tolist()
+    batch = rollout_batch([1.0] * 256, lengths, group_size=8)
+    batch.prompt_ids = (torch.arange(32 * 20).view(32, 20) * 7 % 27 + 3).repeat_interleave(8, 0)
+    batch.prompt_lengths = torch.full((256,), 20)
+    batch.completion_ids = torch.arange(256 * max(lengths)).view(256, -1) * 11 % 27 + 3
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        first, *others = (_gradients(model, shared(model, Refuses())(batch)) for _ in range(4))
+    finally:
+        torch.set_num_threads(threads)
+    for again in others:
+        assert all(torch.equal(one, two) for one, two in zip(first, again, strict=True))
 
 
 def test_a_window_over_the_last_tokens_cannot_share():
