@@ -249,7 +249,6 @@ class DryRun:
             cache_bytes=cache_bytes(self.config, self._compute_dtype, self.hardware.autocast, self.longest),
             layers=self.text_config.num_hidden_layers,
             vocab_size=self.text_config.vocab_size,
-            weight_bytes=2 * sum(p.numel() for p in self.policy.parameters()),
             gpu_memory=self.gpu_memory,
         )
         return [Row(need, PHASES if need.always else ("rollout",)) for need in self.data.engine.needs(load)]

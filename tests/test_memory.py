@@ -223,7 +223,7 @@ def test_the_cache_of_an_engine_is_counted(autocast):
 
 def test_an_engine_says_what_its_rollouts_take():
     def load(completions):
-        return RolloutLoad(completions, 4, cache_bytes=1000, layers=10, vocab_size=50, weight_bytes=0, gpu_memory=0)
+        return RolloutLoad(completions, 4, cache_bytes=1000, layers=10, vocab_size=50, gpu_memory=0)
 
     def cache(engine, completions):
         return next(need.size for need in engine.needs(load(completions)) if need.what == "key-value cache")
@@ -241,5 +241,5 @@ def test_sampling_takes_what_an_engine_says():
     prompts, sampling = prompt_batch([[1], [2]]), Sampling(max_new_tokens=3)
     with Peak() as memory:
         engine.generate(policy, prompts, torch.arange(8), sampling, Vocabulary(end_ids=(40000,), pad_id=0))
-    load = RolloutLoad(8, 4, cache_bytes(config, torch.bfloat16, None, 4), 1, 40000, 0, 0)
+    load = RolloutLoad(8, 4, cache_bytes(config, torch.bfloat16, None, 4), 1, 40000, 0)
     assert sum(need.size for need in engine.needs(load)) == pytest.approx(memory.peak, rel=0.1)

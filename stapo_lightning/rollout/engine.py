@@ -63,7 +63,6 @@ class RolloutLoad:
         cache_bytes: Keys and values of one of them at its longest, prompt included.
         layers: Decoder layers.
         vocab_size: Logits of a token.
-        weight_bytes: The whole policy in bf16.
         gpu_memory: Of the rank's GPU, in bytes.
 
     """
@@ -73,7 +72,6 @@ class RolloutLoad:
     cache_bytes: int
     layers: int
     vocab_size: int
-    weight_bytes: int
     gpu_memory: int
 
 
