@@ -6,6 +6,7 @@ from callbacks.entropy_profile import EntropyProfile
 from callbacks.evaluation_report import EvaluationReport
 from callbacks.export_hf import ExportHF
 from callbacks.prediction_writer import PredictionWriter
+from callbacks.quadrant_gradients import QuadrantGradients
 from callbacks.quadrants import Quadrants
 from callbacks.run_summary import RunSummary
 from callbacks.silenced_tokens import SilencedTokens
@@ -18,6 +19,7 @@ __all__ = [
     "EvaluationReport",
     "ExportHF",
     "PredictionWriter",
+    "QuadrantGradients",
     "Quadrants",
     "RunSummary",
     "SilencedTokens",

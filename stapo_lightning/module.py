@@ -614,6 +614,28 @@ class StapoModule(L.LightningModule):
                 ref_log_probs = _scores(batch, reference, self._states_of(reference)).log_probs
         return policy_loss(batch, log_probs, weights, self.surrogate, ref_log_probs, self.kl, self.kl_coef)
 
+    def gradient(self, batch: RolloutBatch, weights: Tensor) -> Tensor:
+        """The gradient of this loss under other weights, over all ranks; weights and `.grad` of the policy stay.
+
+        For callbacks that ask which tokens move the policy. Every rank has to call it; not for a sharded policy.
+
+        Args:
+            batch: A mini-batch of this rank.
+            weights: [N, T] weight of each token's loss, as an `Aggregation` gives it; 0 leaves a token out.
+
+        Returns:
+            [p] the trainable parameters' gradients behind each other.
+
+        """
+        parameters = [p for group in self._param_groups for p in group["params"]]
+        total = torch.zeros(sum(p.numel() for p in parameters), device=self.device)
+        chosen = self._passes(batch, (weights != 0).any(1))
+        for rows in chosen.rows[: chosen.own]:
+            loss = self._loss(batch.rows(rows), self._score(batch.rows(rows)).log_probs, weights[rows]).loss
+            found = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+            total += torch.cat([gradient.flatten().float() for gradient in found])
+        return self.ranks.sum(total)
+
     def _step(self, loss: float) -> float:
         """Clips, sets the rate, steps; skips where loss or gradient is not finite. Returns the norm before clipping."""
         optimizer = self._optimizer
@@ -814,7 +836,8 @@ class StapoModule(L.LightningModule):
             self.log(tag, value, logger=False, prog_bar=tag in PROGRESS_BAR, batch_size=1)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds the counters and the adapter's settings."""
+        """Adds the counters, what the selector remembers, and the adapter's settings."""
+        checkpoint["selector"] = self.selector.state_dict()
         checkpoint["stapo"] = {name: getattr(self, name) for name in _COUNTERS}
         checkpoint["adapter"] = asdict(self.adapter) if self.adapter is not None else None
 
@@ -831,13 +854,14 @@ class StapoModule(L.LightningModule):
         raise_problems(checkpoint_problems(self.adapter, checkpoint.get("adapter")))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restores the counters.
+        """Restores the counters and what the selector remembers.
 
         Raises:
             ConfigError: The checkpoint's adapter is not this module's.
 
         """
         self.check_checkpoint(checkpoint)
+        self.selector.load_state_dict(checkpoint.get("selector", {}))
         self.loaded_update = checkpoint.get("global_step", 0)  # outside of fit the Trainer's own count stays at 0
         for name, value in checkpoint.get("stapo", {}).items():  # absent in checkpoints that other modules saved
             setattr(self, name, value)

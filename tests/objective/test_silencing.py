@@ -12,7 +12,9 @@ from stapo_lightning.objective import (
     AllCandidates,
     HighEntropy,
     KeepAll,
+    OneQuadrant,
     RandomCandidates,
+    RandomPositive,
     S2TVersion1,
     TopEntropy,
 )
@@ -131,7 +133,9 @@ def test_candidates_of_equal_entropy_all_stay():
     assert selection.candidates.all() and not selection.silenced.any()
 
 
-@pytest.mark.parametrize("selector", [S2T(), HighEntropy(), AllCandidates(), RandomCandidates(), KeepAll()])
+@pytest.mark.parametrize(
+    "selector", [S2T(), S2T(pooled_updates=3), HighEntropy(), AllCandidates(), RandomCandidates(), KeepAll()]
+)
 def test_no_candidate_silences_nothing(selector):
     selection = _select(selector, [[0.5, 0.9]], [[0.1, 0.2]])
     assert not selection.candidates.any() and not selection.silenced.any()
@@ -139,7 +143,17 @@ def test_no_candidate_silences_nothing(selector):
 
 
 @pytest.mark.parametrize(
-    "selector", [S2T(), S2TVersion1(), HighEntropy(), AllCandidates(), RandomCandidates(), TopEntropy()]
+    "selector",
+    [
+        S2T(),
+        S2TVersion1(),
+        HighEntropy(),
+        AllCandidates(),
+        RandomCandidates(),
+        RandomPositive(),
+        OneQuadrant("low", "high"),
+        TopEntropy(),
+    ],
 )
 def test_padding_is_never_a_candidate(selector):
     # Lengths 2 and 1 of width 3; at padding an improbable, certain token, and then one of high entropy.
@@ -222,6 +236,101 @@ def test_high_entropy_silences_the_other_end():
     assert selection.silenced.tolist() == [[True, False, True, True, False]]
     assert selection.tau_h.item() == pytest.approx(0.175, abs=1e-12)
     assert selection.silenced.sum() == _select(S2T(q=0.75), probs, entropy).silenced.sum()
+
+
+# ---- a threshold over several updates -------------------------------------------------------------------------------
+
+
+def _updates(selector, *entropies):
+    """Silenced tokens and tau_h of each update in turn; every token a candidate."""
+    found = [_select(selector, [[1e-4] * len(e)], [e]) if e else _select(selector, [[0.5]], [[9.0]]) for e in entropies]
+    return [f.silenced.tolist()[0] for f in found], [f.tau_h.item() for f in found]
+
+
+def test_pooled_threshold_is_taken_over_the_last_updates():
+    # Update 0: 1, 3: place 0.75, tau_h = 2.5. Update 1: 1, 2, 3: place 1.5, tau_h = 2.5, and 2 lies below it, though it
+    # is alone. Update 2, of two pooled: 2, 8: place 0.75, tau_h = 6.5, and 8 stays.
+    silenced, tau_h = _updates(S2T(pooled_updates=2), [1.0, 3.0], [2.0], [8.0])
+    assert silenced == [[True, False], [True], [False]]
+    assert tau_h == [2.5, 2.5, 6.5]
+
+
+def test_an_update_without_candidates_takes_a_place_in_the_pool():
+    silenced, tau_h = _updates(S2T(pooled_updates=2), [1.0, 3.0], [], [2.0])
+    assert silenced == [[True, False], [False], [False]]
+    assert tau_h == [2.5, 2.5, 2.0]
+
+
+def test_one_pooled_update_is_the_papers_rule():
+    entropies = ([0.4, 0.1, 0.3, 0.2], [2.0], [5.0, 1.0])
+    assert _updates(S2T(pooled_updates=1), *entropies) == _updates(S2T(), *entropies)
+    assert S2T().state_dict() == {"pool": []}
+
+
+def test_the_pool_goes_on_after_a_resume():
+    before, after, smaller = S2T(pooled_updates=3), S2T(pooled_updates=3), S2T(pooled_updates=2)
+    _updates(before, [1.0, 3.0], [9.0])
+    assert before.state_dict() == {"pool": [[1.0, 3.0], [9.0]]}
+    after.load_state_dict(before.state_dict())
+    smaller.load_state_dict(before.state_dict())
+    # 1, 2, 3, 9: place 2.25, tau_h = 4.5. Of two: 2, 9: place 0.75, tau_h = 7.25.
+    assert _updates(before, [2.0]) == _updates(after, [2.0]) == ([[True]], [4.5])
+    assert _updates(smaller, [2.0]) == ([[True]], [7.25])
+
+
+def test_pooling_must_hold_an_update():
+    assert S2T(pooled_updates=0).problems() == ["S2T.pooled_updates=0: must be at least 1"]
+
+
+# ---- controls -------------------------------------------------------------------------------------------------------
+
+
+def test_matched_control_silences_as_many_tokens_as_s2t_among_all_positive_ones():
+    # A rollout of 40 x 50 tokens: rows with A > 0 are the first 30; their first 4 tokens are candidates, 120 in all, of
+    # different entropies: place 0.75 * 119 = 89.25, so S2T silences 90.
+    batch = rollout_batch(torch.cat([torch.ones(30), -torch.ones(10)]), torch.full((40,), 50))
+    probs = torch.full((40, 50), 0.5)
+    probs[:, :4] = 1e-4
+    entropy = torch.rand(40, 50, generator=torch.Generator().manual_seed(0))
+    scores = TokenScores(probs.log(), entropy, probs)
+    selection = RandomPositive()(batch, scores, RANKS, 3)
+    assert S2T()(batch, scores, RANKS, 3).silenced.sum() == selection.silenced.sum() == 90
+    assert torch.equal(selection.candidates, (batch.advantages > 0)[:, None].expand(40, 50))
+    assert not selection.silenced[30:].any()
+    # Blind to probability: of 90 drawn from 1500, 90 * 120 / 1500 = 7.2 are candidates, std about 2.5.
+    assert selection.silenced[:, :4].sum() < 7.2 + 4.5 * 2.5
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(1))
+    moved = RandomPositive()(batch.rows(order), scores.rows(order), RANKS, 3)
+    assert torch.equal(moved.silenced, selection.silenced[order])
+    assert not torch.equal(RandomPositive()(batch, scores, RANKS, 4).silenced, selection.silenced)
+
+
+def test_matched_control_silences_nothing_where_s2t_does_not():
+    assert not _select(RandomPositive(), [[1e-4, 0.5, 0.5]], [[0.1, 0.2, 0.3]]).silenced.any()
+
+
+def test_quadrants_part_the_positive_tokens():
+    # Candidates 0.125, 0.25, 0.5 of row 0: place 1.5, tau_h = 0.375. Row 1 has A < 0.
+    probs = [[1e-4, 1e-4, 1e-4, 0.5, 0.9, 0.6], [1e-4] * 6]
+    entropy = [[0.125, 0.25, 0.5, 0.37, 0.375, 7.0], [0.1] * 6]
+    expected = {
+        ("low", "low"): [True, True, False, False, False, False],
+        ("low", "high"): [False, False, True, False, False, False],
+        ("high", "low"): [False, False, False, True, False, False],
+        ("high", "high"): [False, False, False, False, True, True],
+    }
+    for (probability, height), silenced in expected.items():
+        selection = _select(OneQuadrant(probability, height), probs, entropy, advantages=[1.0, -1.0])
+        assert selection.silenced.tolist() == [silenced, [False] * 6]
+        assert selection.tau_h.item() == 0.375
+    low_low = _select(OneQuadrant("low", "low"), probs, entropy, advantages=[1.0, -1.0])
+    assert torch.equal(low_low.silenced, _select(S2T(), probs, entropy, advantages=[1.0, -1.0]).silenced)
+
+
+@pytest.mark.parametrize("probability", ["low", "high"])
+@pytest.mark.parametrize("height", ["low", "high"])
+def test_a_quadrant_without_a_threshold_is_empty(probability, height):
+    assert not _select(OneQuadrant(probability, height), [[0.5, 0.9]], [[0.1, 0.2]]).silenced.any()
 
 
 # ---- the random ablation --------------------------------------------------------------------------------------------
