@@ -13,6 +13,9 @@ METHODS = (
     "fullmask",
     "high_entropy_mask",
     "random_mask",
+    "random_positive",
+    "stapo_pooled",
+    "stapo_v1",
     "silenced_rank",  # not a method: all tokens of the second of two ranks are silenced
 )
 # More candidates than the paper's 0.002 gives in so small a run: the quantile over both ranks must matter.
@@ -30,7 +33,18 @@ FLAGS = {
     "fullmask": _MANY,
     "high_entropy_mask": _MANY,
     "random_mask": _MANY,
+    "random_positive": _MANY,
+    "stapo_pooled": _MANY,
+    "stapo_v1": _MANY,
     "silenced_rank": ["--model.selector=tests.doubles.OddPromptsSilenced", "--model.activation_checkpointing=true"],
+}
+# Gradients of a sharded policy are refused.
+WHOLE = {
+    "random_mask": [
+        "--trainer.callbacks+=callbacks.QuadrantGradients",
+        "--trainer.callbacks.tau_p=0.2",
+        "--trainer.callbacks.every_n_updates=1",
+    ],
 }
 
 
@@ -59,6 +73,7 @@ def run(method: str, ranks: int, strategy: str, folder: str) -> None:
             f"--trainer.logger.name={strategy}",
             f"--trainer.logger.version={method}",
             *FLAGS.get(method, []),
+            *(WHOLE.get(method, []) if strategy != "fsdp2" else []),
         ]
     )
 

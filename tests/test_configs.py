@@ -18,6 +18,7 @@ METHODS = sorted(path.stem for path in (ROOT / "configs" / "methods").glob("*.ya
 DATA = sorted(path.stem for path in (ROOT / "configs" / "data").glob("*.yaml"))
 SCALE = ["fsdp", "lora", "vllm", "vllm_server"]
 MODELS = sorted(path.stem for path in (ROOT / "configs" / "models").glob("*.yaml"))
+STUDY = ["gentle", "harsh", "measured", "gradients", "remove_high_high", "remove_high_low", "remove_low_high", "study"]
 STANDALONE = ("quickstart", "base")
 
 
@@ -33,6 +34,7 @@ def test_every_config_is_covered():
         *(f"data/{data}" for data in DATA),
         *(f"scale/{scale}" for scale in SCALE),
         *(f"models/{model}" for model in MODELS),
+        *(f"study/{name}" for name in STUDY),
     }
 
 
@@ -41,7 +43,8 @@ def test_standalone_configs_parse(name):
     assert parse(f"configs/{name}.yaml").data.group_size == 8
 
 
-# (surrogate with its arguments, selector, aggregation, kl_coef): the table of baselines and ablations in method.md.
+# (surrogate with its arguments, selector, aggregation, kl_coef): the table of baselines and ablations in method.md, and
+# what the study adds to it.
 EXPECTED = {
     "stapo": (("Clipped", 0.2, 0.28), "S2T", "TokenMean", 0.0),
     "dapo": (("Clipped", 0.2, 0.28), "KeepAll", "TokenMean", 0.0),
@@ -51,6 +54,9 @@ EXPECTED = {
     "fullmask": (("Clipped", 0.2, 0.28), "AllCandidates", "TokenMean", 0.0),
     "high_entropy_mask": (("Clipped", 0.2, 0.28), "HighEntropy", "TokenMean", 0.0),
     "random_mask": (("Clipped", 0.2, 0.28), "RandomCandidates", "TokenMean", 0.0),
+    "random_positive": (("Clipped", 0.2, 0.28), "RandomPositive", "TokenMean", 0.0),
+    "stapo_pooled": (("Clipped", 0.2, 0.28), "S2T", "TokenMean", 0.0),
+    "stapo_v1": (("Clipped", 0.2, 0.28), "S2TVersion1", "TokenMean", 0.0),
 }
 
 
@@ -104,6 +110,25 @@ def test_a_method_overlay_replaces_whatever_came_before(method, before):
     assert model.selector.class_path == f"stapo_lightning.objective.{selector}"
     assert model.aggregation.class_path == f"stapo_lightning.objective.{aggregation}"
     assert model.kl_coef == kl_coef
+    # Only one of them leaves the paper's threshold.
+    assert model.selector.get("init_args.pooled_updates", 1) == (16 if method == "stapo_pooled" else 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "probability", "entropy"),
+    [("remove_low_high", "low", "high"), ("remove_high_low", "high", "low"), ("remove_high_high", "high", "high")],
+)
+def test_a_mechanism_overlay_silences_one_quadrant_of_s2ts(name, probability, entropy):
+    model = parse("configs/quickstart.yaml", "configs/methods/grpo.yaml", f"configs/study/{name}.yaml").model
+    assert (model.surrogate.class_path.rsplit(".", 1)[1], model.surrogate.init_args.clip_high) == ("Clipped", 0.28)
+    assert model.aggregation.class_path.endswith(".TokenMean") and model.kl_coef == 0.0
+    assert model.selector.class_path.endswith(".OneQuadrant")
+    assert model.selector.init_args.as_dict() == {
+        "probability": probability,
+        "entropy": entropy,
+        "tau_p": 0.002,
+        "q": 0.75,
+    }
 
 
 def _train_prompts(*overlays):

@@ -45,6 +45,10 @@ def _scalars(folder: Path) -> dict[str, list[float]]:
 @pytest.mark.parametrize("method", METHODS)
 def test_two_ranks_measure_what_one_measures(runs, method, strategy):
     one, two = (_scalars(runs / name / method) for name in ("auto", strategy))
+    if strategy == "fsdp2":  # which QuadrantGradients refuses
+        one = {tag: values for tag, values in one.items() if not tag.startswith("gradients/")}
+    elif method == "random_mask":
+        assert len(one["gradients/low_prob_low_entropy/share"]) == 4
     assert one.keys() == two.keys()
     assert ("quadrants/tau_h" in one) == ("entropy_profile/quantile_0.5" in one) == (method == "stapo")
     for tag, values in one.items():

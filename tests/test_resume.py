@@ -28,6 +28,7 @@ trainer:
 
 
 def _command(folder: Path, *flags: str) -> list[str]:
+    folder.mkdir(exist_ok=True)
     overlay = folder / "checkpoints.yaml"
     overlay.write_text(CHECKPOINTS)
     return [
@@ -114,7 +115,7 @@ def _assert_same(left, right, path="state"):
 
 def _assert_same_end(resumed: Path, whole: Path) -> None:
     left, right = _state(resumed), _state(whole)
-    for key in ("state_dict", "optimizer_states", "global_step", "epoch", "RolloutDataModule", "stapo"):
+    for key in ("state_dict", "optimizer_states", "global_step", "epoch", "RolloutDataModule", "stapo", "selector"):
         _assert_same(left[key], right[key], key)
     _assert_same(_scalars(resumed), _scalars(whole), "scalars")
 
@@ -151,6 +152,17 @@ def test_stopped_and_resumed(cut, whole, tmp_path):
     _finish(tmp_path, f"--trainer.max_steps={cut}")
     _finish(tmp_path, "--ckpt_path=last")
     _assert_same_end(tmp_path, whole)
+
+
+def test_a_pooled_threshold_goes_on(tmp_path):
+    # More candidates than the paper's 0.002 gives in so small a run; the eight updates of the pool reach over the cut.
+    pooled = ("--model.selector.pooled_updates=8", "--model.selector.tau_p=0.05")
+    _finish(tmp_path / "whole", *pooled)
+    _finish(tmp_path / "cut", *pooled, "--trainer.max_steps=14")
+    _finish(tmp_path / "cut", *pooled, "--ckpt_path=last")
+    _assert_same_end(tmp_path / "cut", tmp_path / "whole")
+    pool = _state(tmp_path / "whole")["selector"]["pool"]
+    assert len(pool) == 8 and sum(map(len, pool)) > 8
 
 
 def test_killed_between_checkpoint_and_validation(whole, tmp_path):
