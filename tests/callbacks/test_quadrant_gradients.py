@@ -132,5 +132,5 @@ def test_arguments_out_of_range_come_together(tmp_path):
 
 def test_sharded_policies_are_refused(tmp_path):
     sharded = trainer(tmp_path, strategy=ShardedStrategy())
-    with pytest.raises(ConfigError, match="not with trainer.strategy=fsdp2.*callbacks.Quadrants"):
+    with pytest.raises(ConfigError, match=r"not with trainer\.strategy=fsdp2.*callbacks\.Quadrants"):
         QuadrantGradients().setup(sharded, module(), "fit")
