@@ -45,6 +45,8 @@ def run(study: Study, at_a_time: int = 1, threads: int = 1, only: str = "", dry_
 def report(study: Study, output: str, title: str = "Report of the study", findings: str | None = None) -> None:
     """Measures the finished runs and writes report.md, runs.csv, curves.png and differences.png.
 
+    A picture without anything to draw is left out.
+
     Args:
         study: The study, or a YAML file with it.
         output: Folder of the report.
@@ -52,16 +54,15 @@ def report(study: Study, output: str, title: str = "Report of the study", findin
         findings: A Markdown file that opens the page; null for none.
 
     Raises:
-        StapoError: No run is finished, or matplotlib is not installed.
+        StapoError: No run is finished, finished ones logged too little, or matplotlib is not installed.
 
     """
     require("matplotlib", "plots", "stapo-study report")
     results = read_results(study)
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
-    pictures = ["curves.png", "differences.png"]
-    draw_curves(folder / pictures[0], results)
-    draw_differences(folder / pictures[1], results)
+    figures = {"curves.png": draw_curves, "differences.png": draw_differences}
+    pictures = [name for name, draw in figures.items() if draw(folder / name, results)]
     write_csv(folder / "runs.csv", results.results)
     opening = Path(findings).read_text() if findings else ""
     (folder / "report.md").write_text(markdown(results, title, opening, pictures))

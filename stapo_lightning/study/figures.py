@@ -20,11 +20,14 @@ _DIFFERENCES = (
 _SMOOTH = 10
 
 
-def draw_curves(path: Path, results: Results) -> None:
+def draw_curves(path: Path, results: Results) -> bool:
     """Accuracy, entropy, and the gradient share of spurious tokens over updates: a row of panels a regime.
 
+    Returns:
+        Whether there was anything to draw: finished runs of a method with `drawn: true`. Otherwise no file is written.
+
     Raises:
-        ConfigError: matplotlib is not installed, or no method is to be drawn.
+        ConfigError: matplotlib is not installed; the message holds the command that installs it.
 
     """
     study = results.study
@@ -38,15 +41,21 @@ def draw_curves(path: Path, results: Results) -> None:
             for r in results.of(regime.name, name)
         ]
         for tag, smooth in ((study.accuracy, 1), ("policy/entropy", _SMOOTH), (spurious, _SMOOTH)):
-            if all(tag in run.scalars for run in runs):
+            if runs and all(tag in run.scalars for run in runs):
                 (panel,), _ = panels(runs, [tag], smooth)
                 found.append(Panel(f"{regime.name}: {tag}", panel.curves))
     counts = {name: max(len(results.of(regime.name, name)) for regime in study.regimes) for name in drawn}
-    write_png(path, found, counts)
+    if found:
+        write_png(path, found, counts)
+    return bool(found)
 
 
-def draw_differences(path: Path, results: Results) -> None:
+def draw_differences(path: Path, results: Results) -> bool:
     """Paired differences to the reference with their 95 % intervals: a row a regime, a column a measure.
+
+    Returns:
+        Whether there was anything to draw: a method with a seed in common with the reference. Otherwise no file is
+        written.
 
     Raises:
         ConfigError: matplotlib is not installed; the message holds the command that installs it.
@@ -59,6 +68,8 @@ def draw_differences(path: Path, results: Results) -> None:
         for regime in study.regimes
     }
     names = {regime: methods for regime, methods in names.items() if methods}
+    if not names:
+        return False
     heights = [len(methods) + 2 for methods in names.values()]
     figure = Figure(figsize=(12, 0.24 * sum(heights) + 1), dpi=120, layout="constrained")
     axes = figure.subplots(len(names), len(_DIFFERENCES), squeeze=False, height_ratios=heights)
@@ -81,3 +92,4 @@ def draw_differences(path: Path, results: Results) -> None:
             axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"Difference to {study.reference}, paired by seed, 95 % bootstrap intervals", fontsize=10)
     figure.savefig(path)
+    return True

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from stapo_lightning.compare.runs import read_scalars
-from stapo_lightning.errors import ConfigError
+from stapo_lightning.errors import ConfigError, StapoError
 from stapo_lightning.study.intervals import Interval, bootstrap, paired_difference
 from stapo_lightning.study.measures import Measures, Scalars, measure, window_means
 from stapo_lightning.study.runner import Outcome, last_line, read_outcome
@@ -77,25 +77,36 @@ class Results:
 
 
 def read_results(study: Study) -> Results:
-    """Measures every run that has ended.
+    """Measures every run that has ended. One that stopped by an error counts with what it logged until then.
 
     Raises:
-        ConfigError: None has, or one was made with other options.
+        ConfigError: None has, one was made with other options, or runs that came to their end logged too little.
 
     """
-    results, remarks, missing = [], [], []
+    results, remarks, missing, problems = [], [], [], []
     for run in study.runs():
         outcome = read_outcome(run)
         if outcome is None:
             missing.append(run.name)
             continue
-        if outcome.code:
-            remarks.append(f"{run.name} stopped with {outcome.code}: {last_line(run)}")
+        stopped = f"{run.name} stopped with {outcome.code}: {last_line(run)}"
         scalars = read_scalars(run.folder)
-        measures = measure(scalars, study.accuracy, study.warmup_updates, study.window)
+        try:
+            measures = measure(scalars, study.accuracy, study.warmup_updates, study.window)
+        except StapoError as error:
+            if outcome.code:
+                remarks.append(f"{stopped}; it is left out: {error}")
+            else:
+                problems.append(f"{run.name}: {error}")
+            continue
+        remarks += [stopped] if outcome.code else []
         results.append(Result(run, outcome, scalars, measures))
+    if problems:
+        raise ConfigError(problems)
     if not results:
-        raise ConfigError([f"study.folder={study.folder}: no finished run in it; make them with `stapo-study run`"])
+        raise ConfigError(
+            [f"study.folder={study.folder}: no finished run in it; make them with `stapo-study run`", *remarks]
+        )
     if missing:
         remarks.append(f"{len(missing)} runs are not finished yet: {', '.join(missing)}")
     return Results(study, results, remarks)

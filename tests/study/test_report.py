@@ -11,6 +11,7 @@ from stapo_lightning.study.cli import main, report
 from stapo_lightning.study.figures import draw_curves, draw_differences
 from stapo_lightning.study.report import markdown, summary_table
 from stapo_lightning.study.results import read_results, write_csv
+from stapo_lightning.study.study import Method
 from tests.cli import ROOT
 from tests.study.builders import logged, study, write_run
 
@@ -102,13 +103,28 @@ def test_without_runs_there_is_no_report(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_that_logged_too_little_is_named(tmp_path):
+def test_runs_that_logged_too_little_are_named(tmp_path):
     made = study(tmp_path)
-    write_run(made.runs()[0], logged([0.5], [1.0]), code=1)
+    first, second, *_ = made.runs()
+    write_run(first, logged([0.5], [1.0]))
+    with pytest.raises(ConfigError, match=r"mild / STAPO / seed 1: .*1 updates: fewer than the warm-up of 1"):
+        read_results(made)
+    # One that stopped by an error is left out, and the page says so.
+    write_run(second, {}, code=1)
+    (first.folder / "outcome.json").unlink()
     with pytest.raises(
-        ConfigError, match=r"mild / STAPO / seed 1.*1 updates: fewer than the warm-up of 1.*two windows"
+        ConfigError, match=r"no finished run.*\n.*GRPO / seed 1 stopped with 1: ValueError: nan; it is left"
     ):
         read_results(made)
+
+
+def test_what_cannot_be_drawn_is_left_out(tmp_path):
+    made = study(tmp_path, methods=[Method("STAPO", "main", seeds=[1])])
+    write_run(made.runs()[0], logged([0.5], [1.0] * 5))
+    report(made, str(tmp_path / "out"))
+    # Nothing to compare with, and no method with `drawn`.
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["report.md", "runs.csv"]
+    assert ".png" not in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_mistakes_on_the_command_line_are_one_line(tmp_path, capsys, monkeypatch):
