@@ -31,8 +31,9 @@ class Quadrants(L.Callback):
     For each update and over all ranks, scalars `quadrants/<quadrant>/count`, `/token_share` and `/grad_share`: the last
     is the quadrant's share of the squared logit-gradient norm |w|^2 (1 - 2 pi + sum_v pi_v^2) of these tokens, as if
     none was silenced (`s2t/grad_share` is a share of the norm of *all* tokens). A probability is low below tau_p, an
-    entropy below tau_h, the q-quantile of the entropies of the low-probability tokens: with S2T's own values the
-    low/low quadrant is what S2T silences. An update without a low-probability token keeps the tau_h of the one before.
+    entropy below tau_h, the q-quantile of the entropies of the low-probability tokens: with S2T's own values, and
+    pooled_updates 1, the low/low quadrant is what S2T silences. An update without a low-probability token keeps the
+    tau_h of the one before.
     The picture shows the tokens and the gradient since the last one in the plane of both.
 
     Args:

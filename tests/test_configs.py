@@ -19,6 +19,7 @@ DATA = sorted(path.stem for path in (ROOT / "configs" / "data").glob("*.yaml"))
 SCALE = ["fsdp", "lora", "vllm", "vllm_server"]
 MODELS = sorted(path.stem for path in (ROOT / "configs" / "models").glob("*.yaml"))
 STUDY = ["gentle", "harsh", "measured", "gradients", "remove_high_high", "remove_high_low", "remove_low_high", "study"]
+STUDY += ["kl", "replication", "replication_kl"]
 STANDALONE = ("quickstart", "base")
 
 

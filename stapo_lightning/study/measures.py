@@ -24,6 +24,7 @@ class Measures:
         entropy_end: Of the last `window` updates.
         entropy_ratio: The end over the start: below 1 the policy became more certain, far above it explodes.
         silenced_share: Mean of `s2t/silenced_fraction` over all updates.
+        idle_updates: Share of the updates that silence no token, in [0, 1].
 
     """
 
@@ -34,6 +35,7 @@ class Measures:
     entropy_end: float
     entropy_ratio: float
     silenced_share: float
+    idle_updates: float
 
 
 def measure(scalars: Scalars, accuracy: str, warmup_updates: int, window: int) -> Measures:
@@ -59,6 +61,7 @@ def measure(scalars: Scalars, accuracy: str, warmup_updates: int, window: int) -
             f"the run logged {len(entropy)} updates: fewer than the warm-up of {warmup_updates} and two windows of"
             f" {window} (study.warmup_updates, study.window)"
         )
+    silenced = _in_order(scalars["s2t/silenced_fraction"])
     start = float(entropy[warmup_updates : warmup_updates + window].mean())
     end = float(entropy[-window:].mean())
     return Measures(
@@ -68,7 +71,8 @@ def measure(scalars: Scalars, accuracy: str, warmup_updates: int, window: int) -
         entropy_start=start,
         entropy_end=end,
         entropy_ratio=end / start,
-        silenced_share=float(_in_order(scalars["s2t/silenced_fraction"]).mean()),
+        silenced_share=float(silenced.mean()),
+        idle_updates=float((silenced == 0).mean()),
     )
 
 

@@ -84,14 +84,15 @@ def _full_table(results: Results, regime: str, methods: Sequence[Method]) -> str
     head = ["method", "runs"]
     for _, heading, _, _ in _COLUMNS:
         head += [heading, "difference"]
-    head += ["entropy start → end, nats", "silenced"]
+    head += ["entropy start → end, nats", "silenced", "updates that silence none"]
     rows = []
     for method in methods:
         row = [method.name, str(len(results.of(regime, method.name)))]
         for column in _COLUMNS:
             row += [_value(results, regime, method.name, column), _difference(results, regime, method.name, column)]
         start, end = (results.mean(regime, method.name, name).mean for name in ("entropy_start", "entropy_end"))
-        rows.append([*row, f"{start:.3f} → {end:.3f}", _silenced(results, regime, method.name)])
+        idle = _share(results.mean(regime, method.name, "idle_updates").mean)
+        rows.append([*row, f"{start:.3f} → {end:.3f}", _silenced(results, regime, method.name), idle])
     return _table(head, rows)
 
 

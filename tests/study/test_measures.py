@@ -26,6 +26,7 @@ def test_measures_by_hand():
     assert found.entropy_end == pytest.approx(1.05)  # updates 9 to 12
     assert found.entropy_ratio == pytest.approx(1.05 / 0.45)
     assert found.silenced_share == pytest.approx(0.01)  # 2 * 0.06 / 12
+    assert found.idle_updates == pytest.approx(10 / 12)
 
 
 def test_the_largest_fall_is_from_the_best_before_it():

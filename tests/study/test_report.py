@@ -65,7 +65,7 @@ def test_the_page_holds_findings_tables_quadrants_and_where_it_comes_from(tmp_pa
     page = markdown(read_results(_finished(tmp_path)), "A title", "What was found.\n", ["curves.png"])
     assert page.startswith("# A title\n\nWhat was found.\n\n## Summary\n")
     assert "![curves.png](curves.png)" in page
-    assert "### mild: main" in page and "0.400 → 0.100" in page
+    assert "### mild: main" in page and "| 0.400 → 0.100 | 0.15 % | 0 |" in page
     assert "| STAPO | low prob low entropy |  |  | 50.0 % | 20.0 % |  |  |" in page
     # 6 runs of 90 s: 0.15 hours.
     assert "6 runs, 0.1 hours of their own time (90 s a run)" in page and "commit abc1234" in page
@@ -153,9 +153,18 @@ def test_the_readme_quotes_the_reports_rows():
         assert row in page, row
 
 
-def test_the_page_is_of_every_planned_run(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("name", "folder", "count"),
+    [
+        ("study", ".", 156),
+        ("kl", "kl", 25),
+        ("replication", "replication", 15),
+        ("replication_kl", "replication_kl", 10),
+    ],
+)
+def test_the_page_is_of_every_planned_run(name, folder, count, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    rows = list(csv.DictReader((PAGE.parent / "runs.csv").open()))
-    assert len(rows) == 156 and {row["exit_code"] for row in rows} == {"0"}
-    main(["run", "--study=configs/study/study.yaml", "--dry_run=true"])
+    rows = list(csv.DictReader((PAGE.parent / folder / "runs.csv").open()))
+    assert len(rows) == count and {row["exit_code"] for row in rows} == {"0"}
+    main(["run", f"--study=configs/study/{name}.yaml", "--dry_run=true"])
     assert sorted(row["command"] for row in rows) == sorted(capsys.readouterr().out.splitlines())
