@@ -121,6 +121,7 @@ class S2T(TokenSelector):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes them back; where `pooled_updates` has become smaller, the last of them."""
+        self._pool.clear()
         self._pool.extend(state_dict.get("pool", []))
 
 
