@@ -268,7 +268,7 @@ def test_one_pooled_update_is_the_papers_rule():
 
 
 def test_the_pool_goes_on_after_a_resume():
-    before, after, smaller = S2T(pooled_updates=3), S2T(pooled_updates=3), S2T(pooled_updates=2)
+    before, after, smaller = S2T(pooled_updates=4), S2T(pooled_updates=4), S2T(pooled_updates=2)
     _updates(before, [1.0, 3.0], [9.0])
     _updates(after, [0.5])  # what it saw before loading, as `fit` after another fit in one process, is forgotten
     assert before.state_dict() == {"pool": [[1.0, 3.0], [9.0]]}
