@@ -89,17 +89,17 @@ def read_results(study: Study) -> Results:
         if outcome is None:
             missing.append(run.name)
             continue
-        stopped = f"{run.name} stopped with {outcome.code}: {last_line(run)}"
+        stopped = f"{run.name} stopped with {outcome.code}: {last_line(run)}" if outcome.code else ""
         scalars = read_scalars(run.folder)
         try:
             measures = measure(scalars, study.accuracy, study.warmup_updates, study.window)
         except StapoError as error:
-            if outcome.code:
+            if stopped:
                 remarks.append(f"{stopped}; it is left out: {error}")
             else:
                 problems.append(f"{run.name}: {error}")
             continue
-        remarks += [stopped] if outcome.code else []
+        remarks += [stopped] if stopped else []
         results.append(Result(run, outcome, scalars, measures))
     if problems:
         raise ConfigError(problems)
